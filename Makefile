@@ -1,0 +1,102 @@
+# Targets: demo test lint bench locks clean.
+#
+# Everything runs in .venv, made on first use from the hashed locks in requirements/. Variables:
+#   PYTHON=/path/to/python   the interpreter to make .venv with (otherwise: the newest found, 3.12 to 3.14)
+#   WORKERS=2                pytest's worker processes; 0 runs the tests in one process
+#   ARGS="-k verify"         further arguments of pytest, the demo or the benchmark
+#   UPGRADE=--upgrade        lets `make locks` move to newer versions
+
+SHELL := /bin/sh
+.DELETE_ON_ERROR:
+.PHONY: demo test lint format bench locks clean venv
+
+PYTHON ?=
+WORKERS ?= 2
+ARGS ?=
+UPGRADE ?=
+
+BIN := .venv/bin
+# uv from PATH, or the one that the venv's own pip has installed.
+UV = $$(command -v uv || echo $(BIN)/uv)
+
+demo: venv
+	$(BIN)/atlas-jax demo $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv
+	$(BIN)/python bench/decode.py $(ARGS)
+
+LOCK = $(UV) pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-emit-index-url \
+	--no-emit-find-links --custom-compile-command "make locks" $(UPGRADE)
+
+locks: .venv/.made
+	$(LOCK) requirements/bootstrap.in -o requirements/bootstrap.txt
+	$(LOCK) pyproject.toml --extra dev -c requirements/pins.in -o requirements/dev.txt
+	$(LOCK) pyproject.toml -c requirements/pins.in -c requirements/dev.txt -o requirements/run.txt
+	@! grep -n '//' requirements/*.txt || { echo 'make locks: an address got into a lock, see above' >&2; exit 1; }
+
+clean:
+	rm -rf .venv .cache .hypothesis .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment. Two stamps: the venv itself, and what is installed in it.
+
+venv: .venv/.installed
+
+.venv/.installed: .venv/.made requirements/dev.txt pyproject.toml
+	$(UV) pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+# A name on PATH may be a shim that starts no interpreter, so each candidate is run, and says itself where it lies.
+# Without uv the venv needs the interpreter's own pip, which some distributions leave out.
+define PROBE
+import sys, sysconfig
+assert sys.implementation.name == "cpython" and (3, 12) <= sys.version_info[:2] <= (3, 14)
+assert not sysconfig.get_config_var("Py_GIL_DISABLED")
+if "pip" in sys.argv: import ensurepip, venv
+print(sys.executable)
+endef
+export PROBE
+
+.venv/.made: | requirements/bootstrap.txt
+	@set -e; \
+	uv=$$(command -v uv || true); \
+	needs=$${uv:-pip}; needs=$${needs##*/}; \
+	versions="$${PYENV_ROOT:-$$HOME/.pyenv}/versions"; \
+	python=; \
+	if [ -n "$(PYTHON)" ]; then \
+		python=$$("$(PYTHON)" -c "$$PROBE" $$needs) || { \
+			echo "make: PYTHON=$(PYTHON) is not a working CPython 3.12 to 3.14 with pip" >&2; exit 1; }; \
+	else \
+		for name in python3.14 python3.13 python3.12 python3 python; do \
+			for candidate in "$$name" "$$versions"/*/bin/"$$name"; do \
+				python=$$("$$candidate" -c "$$PROBE" $$needs 2>/dev/null) && break 2 || python=; \
+			done; \
+		done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+		echo "make: found no CPython 3.12 to 3.14 (looked for python3.14, python3.13, python3.12 and python3 on PATH" >&2; \
+		echo "and in $$versions). Install one, with its venv and pip modules, or name it: make PYTHON=/path/to/python" >&2; \
+		exit 1; \
+	fi; \
+	echo "making .venv with $$python"; \
+	rm -rf .venv; \
+	if [ -n "$$uv" ]; then \
+		"$$uv" venv --quiet --python "$$python" .venv; \
+	else \
+		"$$python" -m venv .venv; \
+		$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements/bootstrap.txt; \
+	fi; \
+	touch $@
