@@ -1,4 +1,4 @@
-# Targets: demo test lint bench locks clean.
+# Targets: demo test lint format bench locks clean, and venv, which the others need.
 #
 # Everything runs in .venv, made on first use from the hashed locks in requirements/. Variables:
 #   PYTHON=/path/to/python   the interpreter to make .venv with (otherwise: the newest found, 3.12 to 3.14)
@@ -17,7 +17,7 @@ UPGRADE ?=
 
 BIN := .venv/bin
 # uv from PATH, or the one that the venv's own pip has installed.
-UV = $$(command -v uv || echo $(BIN)/uv)
+UV = "$$(command -v uv || echo $(BIN)/uv)"
 
 demo: venv
 	$(BIN)/atlas-jax demo $(ARGS)
@@ -55,8 +55,9 @@ clean:
 venv: .venv/.installed
 
 .venv/.installed: .venv/.made requirements/dev.txt pyproject.toml
-	$(UV) pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@echo "installing requirements/dev.txt and the project into .venv"
+	@$(UV) pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
 # A name on PATH may be a shim that starts no interpreter, so each candidate is run, and says itself where it lies.
