@@ -1,0 +1,173 @@
+"""Frozen configuration: what a model is (`ModelConfig`) and how it is run (`RunConfig`).
+
+Field names of `ModelConfig` are those of Hugging Face's `config.json`, so that a reader of one can read the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from atlas_jax.errors import ConfigError
+
+LINEAR, FULL = "linear_attention", "full_attention"
+MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape and semantics of a hybrid (Gated DeltaNet + attention) decoder and its multi-token-prediction head.
+
+    `num_experts == 0` means a dense feed-forward of `intermediate_size`; otherwise every layer routes to
+    `num_experts_per_tok` experts of `moe_intermediate_size` and adds a gated shared expert.
+    `mtp_hidden` says which of the target's hidden states the drafter reads: after the final norm (how the
+    heads are trained) or before it (for comparison).
+
+    Raises:
+        ConfigError: a combination that no published model uses and this runtime does not compute.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layer_types: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    partial_rotary_factor: float = 0.25
+    rope_theta: float = 1e7
+    rms_norm_eps: float = 1e-6
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 262144
+    mtp_num_hidden_layers: int = 0
+    mtp_hidden: Literal["post_norm", "pre_norm"] = "post_norm"
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        def refuse(condition: bool, message: str) -> None:
+            if condition:
+                raise ConfigError(f"{self.model_type}: {message}")
+
+        refuse(self.model_type not in MODEL_TYPES, f"unknown model_type; known: {', '.join(MODEL_TYPES)}")
+        unknown = sorted(set(self.layer_types) - {LINEAR, FULL})
+        refuse(bool(unknown), f"unknown layer types {unknown}; known: {LINEAR}, {FULL}")
+        refuse(LINEAR not in self.layer_types, f"at least one {LINEAR} layer is needed")
+        refuse(FULL not in self.layer_types, f"at least one {FULL} layer is needed")
+        refuse(self.mtp_num_hidden_layers not in (0, 1), "mtp_num_hidden_layers must be 0 or 1")
+        refuse(self.mtp_hidden not in ("post_norm", "pre_norm"), "mtp_hidden must be post_norm or pre_norm")
+        refuse(self.linear_conv_kernel_dim < 2, "linear_conv_kernel_dim must be at least 2")
+        for name in (
+            "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
+            "linear_num_value_heads linear_key_head_dim linear_value_head_dim max_position_embeddings"
+        ).split():
+            refuse(getattr(self, name) < 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        refuse(
+            self.num_attention_heads % self.num_key_value_heads != 0,
+            "num_attention_heads must be a multiple of num_key_value_heads",
+        )
+        refuse(
+            self.linear_num_value_heads % self.linear_num_key_heads != 0,
+            "linear_num_value_heads must be a multiple of linear_num_key_heads",
+        )
+        refuse(self.rotary_dim % 2 != 0 or self.rotary_dim < 2, "the rotary part of head_dim must be even")
+        if self.num_experts:
+            refuse(
+                not 1 <= self.num_experts_per_tok <= self.num_experts,
+                f"num_experts_per_tok must lie in 1 … {self.num_experts}",
+            )
+            refuse(self.moe_intermediate_size < 1, "moe_intermediate_size must be at least 1")
+            refuse(self.shared_expert_intermediate_size < 1, "shared_expert_intermediate_size must be at least 1")
+        else:
+            refuse(self.intermediate_size < 1, "intermediate_size must be at least 1")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def num_linear_layers(self) -> int:
+        return self.layer_types.count(LINEAR)
+
+    @property
+    def num_full_layers(self) -> int:
+        return self.layer_types.count(FULL)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many leading components of a head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def key_size(self) -> int:
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels that the short convolution mixes: queries, keys and values of a linear layer."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def has_mtp(self) -> bool:
+        return self.mtp_num_hidden_layers > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How a model is run. Every field is static: changing one compiles new executables.
+
+    Attributes:
+        dtype: of weights, activations and KV; recurrent state, gates and logits are always float32.
+        slots: sequences that can be live at once; the state holds one more, the sentinel slot 0.
+        max_length: tokens a sequence may hold, prompt and answer together.
+        max_drafts: the longest draft; `max_rows = max_drafts + 1` rows is the widest verify.
+        row_group: rows that pass through a product together, whatever the batch and the draft length are.
+            A row's bits depend on this number alone, which is what makes speculative output equal to plain output.
+        page_size: tokens of a KV page, and of one step of the attention's reduction.
+        prefill_chunk: tokens of a prefill chunk; chunks end at multiples of it.
+        rounds_per_dispatch: draft-verify-accept-commit rounds that one dispatch runs.
+        layout: "layers" keeps one array a layer and weight, "stacked" one array for all layers. XLA's CPU backend copies a
+            layer out of a stack at every use, its GPU backend reads it in place.
+    """
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    slots: int = 1
+    max_length: int = 4096
+    max_drafts: int = 7
+    row_group: int = 8
+    page_size: int = 256
+    prefill_chunk: int = 256
+    rounds_per_dispatch: int = 8
+    layout: Literal["layers", "stacked"] = "layers"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+        for name in "slots max_length row_group page_size prefill_chunk rounds_per_dispatch".split():
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_drafts < 0:
+            raise ConfigError(f"max_drafts must be at least 0, got {self.max_drafts}")
+
+    @property
+    def max_rows(self) -> int:
+        return self.max_drafts + 1
+
+    @property
+    def pages_per_slot(self) -> int:
+        return -(-self.max_length // self.page_size)
