@@ -16,8 +16,7 @@ ARGS ?=
 UPGRADE ?=
 
 BIN := .venv/bin
-# uv from PATH, or the one that the venv's own pip has installed.
-UV = "$$(command -v uv || echo $(BIN)/uv)"
+UV := $(BIN)/uv
 
 demo: venv
 	$(BIN)/atlas-jax demo $(ARGS)
@@ -61,7 +60,8 @@ venv: .venv/.installed
 	@touch $@
 
 # A name on PATH may be a shim that starts no interpreter, so each candidate is run, and says itself where it lies.
-# Without uv the venv needs the interpreter's own pip, which some distributions leave out.
+# Installing is the work of the locked uv, put into the venv by the uv on PATH if there is one, or else by the
+# interpreter's own pip, which some distributions leave out.
 define PROBE
 import sys, sysconfig
 assert sys.implementation.name == "cpython" and (3, 12) <= sys.version_info[:2] <= (3, 14)
@@ -96,6 +96,7 @@ export PROBE
 	rm -rf .venv; \
 	if [ -n "$$uv" ]; then \
 		"$$uv" venv --quiet --python "$$python" .venv; \
+		"$$uv" pip install --quiet --python $(BIN)/python --require-hashes -r requirements/bootstrap.txt; \
 	else \
 		"$$python" -m venv .venv; \
 		$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements/bootstrap.txt; \
