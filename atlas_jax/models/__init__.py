@@ -1,0 +1,5 @@
+"""Flax modules of the target and its drafter, and the blocks they are built of."""
+
+from atlas_jax.models.hybrid import HybridModel
+
+__all__ = ["HybridModel"]

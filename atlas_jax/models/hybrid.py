@@ -1,0 +1,287 @@
+"""The target: embedding, hybrid layers, head; and the steps that decoding takes through it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from atlas_jax.config import LINEAR, ModelConfig
+from atlas_jax.models import gated_delta_net as gdn
+from atlas_jax.models.attention import Attention, causal_attention
+from atlas_jax.models.drafter import MtpDrafter
+from atlas_jax.models.feed_forward import feed_forward
+from atlas_jax.models.layers import rms_norm, scaled_normal
+from atlas_jax.shapes import Array, Float, Int
+from atlas_jax.state.snapshots import shift_window
+from atlas_jax.state.target import TargetState
+from pallas_kernels import gated_delta, paged_attention
+from pallas_kernels.gated_delta import Journal
+from pallas_kernels.linear import linear
+from pallas_kernels.rows import by_row_group
+
+Rows = Callable[..., Any]
+
+
+class Hidden(NamedTuple):
+    """The last layer's output before and after the final norm."""
+
+    pre_norm: Float[Array, "*rows D"]
+    post_norm: Float[Array, "*rows D"]
+
+
+class HybridModel(nn.Module):
+    """A Gated DeltaNet + attention decoder with its multi-token-prediction drafter (`mtp`, where the config has one).
+
+    All methods are pure; `apply(params, …, method=…)` is what gets jitted. `row_group` and `layout` are those of `RunConfig`.
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype = jnp.dtype("float32")
+    layout: str = "layers"
+    row_group: int = 8
+
+    def setup(self) -> None:
+        c = self.config
+        shared: dict[str, Any] = dict(config=c, dtype=self.dtype, layout=self.layout)
+        self.embedding = self.param("embedding", scaled_normal(c.hidden_size), (c.vocab_size, c.hidden_size), self.dtype)
+        if not c.tie_word_embeddings:
+            self.head = self.param("head", scaled_normal(c.hidden_size), (c.hidden_size, c.vocab_size), self.dtype)
+        zeros = nn.initializers.zeros
+        self.input_norm = self.param("input_norm", zeros, (c.num_layers, c.hidden_size), jnp.float32)
+        self.post_norm = self.param("post_norm", zeros, (c.num_layers, c.hidden_size), jnp.float32)
+        self.final_norm = self.param("final_norm", zeros, (c.hidden_size,), jnp.float32)
+        self.linear_attention = gdn.GatedDeltaNet(layers=c.num_linear_layers, **shared)
+        self.attention = Attention(layers=c.num_full_layers, **shared)
+        self.feed_forward = feed_forward(c)(layers=c.num_layers, **shared)
+        if c.has_mtp:
+            self.mtp = MtpDrafter(**shared)
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        return self.embedding.at[tokens].get(mode="promise_in_bounds")
+
+    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Float32 logits of post-norm hiddens."""
+        weight = self.embedding if self.config.tie_word_embeddings else self.head
+        return linear(hidden, weight, transposed=self.config.tie_word_embeddings)
+
+    def grouped_logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """`logits`, a row group at a time: what every decoding step uses."""
+        return by_row_group(self.logits, self.row_group, hidden)
+
+    def drafter_hidden(self, hidden: Hidden) -> Float[Array, "*rows D"]:
+        """The hidden that the drafter reads (`config.mtp_hidden`)."""
+        return hidden.post_norm if self.config.mtp_hidden == "post_norm" else hidden.pre_norm
+
+    def final(self, x: Float[Array, "*rows D"]) -> Hidden:
+        return Hidden(x, rms_norm(x, self.final_norm, self.config.rms_norm_eps))
+
+    def _after_mixer(self, x: Array, mixed: Array, layer: int, few_rows: bool) -> Array:
+        x = x + mixed
+        return x + self.feed_forward(rms_norm(x, self.post_norm[layer], self.config.rms_norm_eps), layer, few_rows=few_rows)
+
+    def _layers(self, x: Float[Array, "R D"], positions: Int[Array, " R"], carry: Any, linear_mixer: Any, full_mixer: Any, rows: Rows, few_rows: bool):
+        """Runs all layers over rows; the mixers get a layer's projections and return (mixed rows, carry)."""
+        eps = self.config.rms_norm_eps
+        seen = {LINEAR: 0}
+        for layer, kind in enumerate(self.config.layer_types):
+            i = seen[kind] = seen.get(kind, 0)
+            if kind == LINEAR:
+                block, args = self.linear_attention, (x,)
+                mixer: Any = linear_mixer
+            else:
+                block, args = self.attention, (x, positions)
+                mixer = full_mixer
+
+            def enter(x, *rest, block=block, i=i, layer=layer):
+                return block.project(rms_norm(x, self.input_norm[layer], eps), *rest, i)
+
+            def leave(x, out, gate, block=block, i=i, layer=layer):
+                return self._after_mixer(x, block.finish(out, gate, i), layer, few_rows)
+
+            projected = rows(enter, *args)
+            out, carry = mixer(projected, carry, i)
+            x = rows(leave, x, out, projected.gate)
+            seen[kind] += 1
+        return x, carry
+
+    # ---- whole sequences, for training and comparison --------------------------------------------------------------
+
+    def forward(self, tokens: Int[Array, "B T"]) -> Hidden:
+        """All positions of whole sequences, without a cache; differentiable."""
+        B, T = tokens.shape
+        c = self.config
+        split = lambda x: x.reshape(B, T, *x.shape[1:])  # noqa: E731
+        flat = lambda x: x.reshape(B * T, *x.shape[2:])  # noqa: E731
+
+        def linear_mixer(p: gdn.Projected, carry: None, i: int):
+            width = c.linear_conv_kernel_dim
+            padded = jnp.pad(split(p.mixed), ((0, 0), (width - 1, 0), (0, 0)))
+            q, k, v = self.linear_attention.convolve(windows(padded, T, width), i)
+            state = jnp.zeros((B, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32)
+            out, _ = gated_delta.prefill(state, q, k, v, split(p.log_decay), split(p.beta))
+            return flat(out), carry
+
+        def full_mixer(p, carry: None, i: int):
+            return flat(causal_attention(split(p.q), split(p.k), split(p.v))), carry
+
+        positions = jnp.tile(jnp.arange(T), B)
+        x, _ = self._layers(self.embed(tokens.reshape(-1)), positions, None, linear_mixer, full_mixer, at_once, False)
+        return Hidden(*(split(y) for y in self.final(x)))
+
+    # ---- decoding --------------------------------------------------------------------------------------------------
+
+    def verify(
+        self, state: TargetState, slots: Int[Array, " B"], tokens: Int[Array, "B K"], n_rows: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B K V"], Float[Array, "B K D"], TargetState]:
+        """Runs up to K rows a sequence past its committed length and commits none of them.
+
+        Row t of sequence b is token [b, t] at position length[b] + t; rows at and past n_rows[b] are padding. First the
+        rows that the last commit accepted are folded into `h` and `conv`, which then stand at the committed length.
+
+        Returns: float32 logits, the hiddens that the drafter reads, and the state with the new rows in its journal.
+        """
+        B, K = tokens.shape
+        start, pending = state.length[slots], state.pending[slots]
+        position = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
+        rows = lambda f, *xs: by_row_group(f, self.row_group, *xs)  # noqa: E731
+        split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
+        flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
+        table = state.page_table[slots]
+        width = self.config.linear_conv_kernel_dim
+
+        def linear_mixer(p: gdn.Projected, s: TargetState, i: int):
+            journal = Journal(*(take(x, i, slots) for x in (s.journal_k, s.journal_u, s.journal_decay)))
+            h = gated_delta.fold(take(s.h, i, slots), journal, pending)
+            conv = jax.vmap(shift_window)(take(s.conv, i, slots), take(s.journal_conv, i, slots), pending)
+            mixed = split(p.mixed)
+            window = windows(jnp.concatenate([conv, mixed], axis=1), K, width)
+            q, k, v = (split(x) for x in rows(lambda w: self.linear_attention.convolve(w, i), flat(window)))
+            decay = jnp.exp(split(p.log_decay))
+            out, u = gated_delta.verify(h, q, k, v, decay, split(p.beta), n_rows)
+            s = dataclasses.replace(
+                s,
+                h=put(s.h, i, slots, h),
+                conv=put(s.conv, i, slots, conv),
+                journal_k=put(s.journal_k, i, slots, k),
+                journal_u=put(s.journal_u, i, slots, u),
+                journal_decay=put(s.journal_decay, i, slots, decay),
+                journal_conv=put(s.journal_conv, i, slots, mixed),
+            )
+            return flat(out), s
+
+        def full_mixer(p, s: TargetState, i: int):
+            pages = paged_attention.write(s.pages, i, split(p.k), split(p.v), table, start, n_rows)
+            out = paged_attention.attend(split(p.q), pages, i, table, start, n_rows, row_group=self.row_group)
+            return flat(out), dataclasses.replace(s, pages=pages)
+
+        x, state = self._layers(self.embed(flat(tokens)), flat(position), state, linear_mixer, full_mixer, rows, True)
+
+        def finish(x: Array):
+            hidden = self.final(x)
+            return self.logits(hidden.post_norm), self.drafter_hidden(hidden)
+
+        logits, hidden = rows(finish, x)
+        state = dataclasses.replace(
+            state,
+            rows=state.rows.at[slots].set(n_rows),
+            base=state.base.at[slots].set(start),
+            pending=state.pending.at[slots].set(0),
+        )
+        return split(logits), split(hidden), state
+
+    def prefill(
+        self, state: TargetState, slot: Int[Array, ""], tokens: Int[Array, " T"], n: Int[Array, ""]
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], TargetState]:
+        """Commits the first `n` of a chunk of tokens to a settled slot, in matrix form; the rest of the chunk is padding.
+
+        The drafter's layer gets the keys and values of the same rows: row p is (token p, hidden p - 1), the first of them
+        from the boundary hidden.
+
+        Returns: post-norm hiddens, the hiddens that the drafter reads, the state.
+        """
+        c = self.config
+        T = tokens.shape[0]
+        start = state.base[slot]
+        live = jnp.arange(T) < n
+        positions = jnp.where(live, start + jnp.arange(T), 0)
+        table, count = state.page_table[slot][None], n[None]
+        width = c.linear_conv_kernel_dim
+
+        def linear_mixer(p: gdn.Projected, s: TargetState, i: int):
+            conv = s.conv[i, slot]
+            q, k, v = self.linear_attention.convolve(windows(jnp.concatenate([conv, p.mixed])[None], T, width), i)
+            log_decay, beta = (jnp.where(live[:, None], x, 0.0)[None] for x in (p.log_decay, p.beta))
+            out, h = gated_delta.prefill(s.h[i, slot][None], q, k, v, log_decay, beta)
+            s = dataclasses.replace(s, h=s.h.at[i, slot].set(h[0]), conv=s.conv.at[i, slot].set(shift_window(conv, p.mixed, n)))
+            return out[0], s
+
+        def full_mixer(p, s: TargetState, i: int):
+            pages = paged_attention.write(s.pages, i, p.k[None], p.v[None], table, start[None], count)
+            out = paged_attention.attend(p.q[None], pages, i, table, start[None], count, row_group=T)
+            return out[0], dataclasses.replace(s, pages=pages)
+
+        x, state = self._layers(self.embed(tokens), positions, state, linear_mixer, full_mixer, at_once, False)
+        hidden = self.final(x)
+        fed = self.drafter_hidden(hidden)
+        if c.has_mtp:
+            previous = jnp.concatenate([state.hidden[slot][None], fed[:-1]])
+            k, v = self.mtp.keys_values(self.embed(tokens), previous, positions)
+            pages = paged_attention.write(state.pages, c.num_full_layers, k[None], v[None], table, start[None], count)
+            state = dataclasses.replace(state, pages=pages)
+        boundary = jnp.where(n > 0, fed[jnp.maximum(n - 1, 0)], state.hidden[slot])
+        state = dataclasses.replace(state, base=state.base.at[slot].add(n), hidden=state.hidden.at[slot].set(boundary))
+        return hidden.post_norm, fed, state
+
+    def draft(
+        self, state: TargetState, slots: Int[Array, " B"], tokens: Int[Array, "B K"], hidden: Float[Array, "B K D"], start: Int[Array, " B"], n_rows: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B K D"], TargetState]:
+        """Drafter rows: row t of sequence b is (token [b, t], the hidden of the position before it) at position start[b] + t.
+
+        Returns: the drafter's normed hiddens, which its next step reads and `grouped_logits` turns into draft logits, and the
+        state with the rows' keys and values in the drafter's layer.
+        """
+        B, K = tokens.shape
+        rows = lambda f, *xs: by_row_group(f, self.row_group, *xs)  # noqa: E731
+        split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
+        flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
+        positions = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
+        table, layer = state.page_table[slots], self.config.num_full_layers
+        x, p = rows(lambda t, h, at: self.mtp.enter(self.embed(t), h, at), flat(tokens), flat(hidden), flat(positions))
+        pages = paged_attention.write(state.pages, layer, split(p.k), split(p.v), table, start, n_rows)
+        out = paged_attention.attend(split(p.q), pages, layer, table, start, n_rows, first=1, row_group=self.row_group)
+        out = rows(lambda x, o, g: self.mtp.leave(x, o, g, few_rows=True), x, flat(out), p.gate)
+        return split(out), dataclasses.replace(state, pages=pages)
+
+
+def at_once(f: Callable[..., Any], *xs: Array) -> Any:
+    """Rows in one product, however many: prefill and training."""
+    return f(*xs)
+
+
+def windows(x: Float[Array, "B T+W-1 C"], count: int, width: int) -> Float[Array, "B T W C"]:
+    """Sliding windows of the convolution, oldest input first."""
+    return jnp.stack([x[:, w : w + count] for w in range(width)], axis=2)
+
+
+def take(x: Float[Array, "L S *rest"], i: int, slots: Int[Array, " B"]) -> Float[Array, "B *rest"]:
+    """Slots' entries of layer `i`; one slot is a contiguous copy rather than a gather."""
+    if slots.shape[0] == 1:
+        return jax.lax.dynamic_index_in_dim(x[i], slots[0], 0)
+    return x[i, slots]
+
+
+def put(x: Float[Array, "L S *rest"], i: int, slots: Int[Array, " B"], value: Array) -> Float[Array, "L S *rest"]:
+    """Writes slots' entries of layer `i`; a journal's later rows keep what they had."""
+    if slots.shape[0] == 1:
+        index = (i, slots[0], *([0] * (value.ndim - 1)))
+        return jax.lax.dynamic_update_slice(x, value[None].astype(x.dtype), index)
+    if value.shape[1] < x.shape[2]:
+        return x.at[i, slots, : value.shape[1]].set(value.astype(x.dtype))
+    return x.at[i, slots].set(value.astype(x.dtype))

@@ -1,0 +1,9 @@
+"""The decoding state of the target and the pure functions on it.
+
+Committed length = base + pending: `h` and `conv` stand at `base`, `pending` rows of the journal are committed but not folded.
+"""
+
+from atlas_jax.state.snapshots import Snapshot, fork, restore, settle, snapshot
+from atlas_jax.state.target import TargetState, commit, free, init, verify_guard
+
+__all__ = ["Snapshot", "TargetState", "commit", "fork", "free", "init", "restore", "settle", "snapshot", "verify_guard"]

@@ -1,0 +1,87 @@
+"""Settling, and whole-sequence copies: snapshot, restore, fork."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from atlas_jax.shapes import Array, Bool, Float, Int
+from atlas_jax.state.target import TargetState
+from pallas_kernels.gated_delta import Journal, fold
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """One sequence, settled, valid at exactly `length` tokens. Two equal histories give equal bits in every leaf:
+    KV rows at and past `length` are zero."""
+
+    kv: Float[Array, "La pages 2 Hkv N Dh"]
+    h: Float[Array, "Lg Hv Dk Dv"]
+    conv: Float[Array, "Lg W-1 C"]
+    hidden: Float[Array, " D"]
+    length: Int[Array, ""]
+    ok: Bool[Array, ""]
+
+
+def shift_window(conv: Float[Array, "W-1 C"], inputs: Float[Array, "M C"], n: Int[Array, ""]) -> Float[Array, "W-1 C"]:
+    """The convolution's window after the first `n` of `inputs`."""
+    return jax.lax.dynamic_slice_in_dim(jnp.concatenate([conv, inputs]), n, conv.shape[0])
+
+
+def settle(state: TargetState, slots: Int[Array, " B"]) -> TargetState:
+    """Folds the committed journal rows of `slots` into h and conv: base moves to the committed length, pending to 0."""
+    pending = state.pending[slots]
+    h, conv = state.h, state.conv
+    for i in range(h.shape[0]):
+        journal = Journal(state.journal_k[i, slots], state.journal_u[i, slots], state.journal_decay[i, slots])
+        h = h.at[i, slots].set(fold(h[i, slots], journal, pending))
+        conv = conv.at[i, slots].set(jax.vmap(shift_window)(conv[i, slots], state.journal_conv[i, slots], pending))
+    return dataclasses.replace(
+        state,
+        h=h,
+        conv=conv,
+        base=state.base.at[slots].add(pending),
+        pending=state.pending.at[slots].set(0),
+        rows=state.rows.at[slots].set(0),
+    )
+
+
+def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
+    """A copy of one sequence. `state` itself is not settled: taking a snapshot changes nothing."""
+    settled = settle(state, slot[None])
+    length = settled.base[slot]
+    kv = settled.pages[:, settled.page_table[slot]]
+    pages, page_size = kv.shape[1], kv.shape[4]
+    position = jnp.arange(pages)[:, None] * page_size + jnp.arange(page_size)
+    live = (position < length)[None, :, None, None, :, None]
+    return Snapshot(
+        kv=jnp.where(live, kv, 0),
+        h=settled.h[:, slot],
+        conv=settled.conv[:, slot],
+        hidden=settled.hidden[slot],
+        length=length,
+        ok=settled.ok[slot],
+    )
+
+
+def restore(state: TargetState, slot: Int[Array, ""], saved: Snapshot) -> TargetState:
+    """Makes `slot` the sequence of a snapshot taken from a state of the same shape."""
+    return dataclasses.replace(
+        state,
+        pages=state.pages.at[:, state.page_table[slot]].set(saved.kv),
+        h=state.h.at[:, slot].set(saved.h),
+        conv=state.conv.at[:, slot].set(saved.conv),
+        rows=state.rows.at[slot].set(0),
+        base=state.base.at[slot].set(saved.length),
+        pending=state.pending.at[slot].set(0),
+        hidden=state.hidden.at[slot].set(saved.hidden),
+        ok=state.ok.at[slot].set(saved.ok),
+    )
+
+
+def fork(state: TargetState, source: Int[Array, ""], target: Int[Array, ""]) -> TargetState:
+    """Copies the sequence of slot `source` into slot `target`; the two go on independently."""
+    return restore(state, target, snapshot(state, source))

@@ -1,0 +1,153 @@
+"""`TargetState`: every array that decoding carries, its creation, its guards and its commit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlas_jax.config import ModelConfig, RunConfig
+from atlas_jax.errors import StateError
+from atlas_jax.shapes import Array, Bool, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TargetState:
+    """State of S slots (slot 0 and page 0 are sentinels: padding may write them, nobody reads them).
+
+    A slot's committed tokens are `base + pending`. Verify leaves its rows in the journal and in KV rows past the committed
+    length; until `commit` says how many of them count, they do not exist.
+    """
+
+    pages: Float[Array, "La P 2 Hkv N Dh"]  # KV of the full-attention layers; the drafter's layer is the last
+    page_table: Int[Array, "S pages"]
+    h: Float[Array, "Lg S Hv Dk Dv"]  # float32 recurrent state at `base`
+    conv: Float[Array, "Lg S W-1 C"]  # the last raw convolution inputs before `base`, oldest first
+    journal_k: Float[Array, "Lg S M Hk Dk"]  # the last verify's rows: S <- decay S + k u^T
+    journal_u: Float[Array, "Lg S M Hv Dv"]
+    journal_decay: Float[Array, "Lg S M Hv"]
+    journal_conv: Float[Array, "Lg S M C"]
+    rows: Int[Array, " S"]  # rows that the last verify left in the journal
+    base: Int[Array, " S"]
+    pending: Int[Array, " S"]
+    hidden: Float[Array, "S D"]  # the target's hidden at the last committed position, as the drafter reads it
+    ok: Bool[Array, " S"]  # false once a slot's numbers cannot be trusted; its request ends with an error
+
+    @property
+    def length(self) -> Int[Array, " S"]:
+        """Committed tokens a slot."""
+        return self.base + self.pending
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a slot's pages can hold."""
+        return self.page_table.shape[1] * self.pages.shape[4]
+
+
+def init(config: ModelConfig, run: RunConfig) -> TargetState:
+    """An empty state of `run.slots` slots and the sentinel; every slot owns its pages."""
+    S, M = run.slots + 1, run.max_rows
+    Lg, dtype = config.num_linear_layers, jnp.dtype(run.dtype)
+    Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
+    Hv, Dv = config.linear_num_value_heads, config.linear_value_head_dim
+    per_slot = run.pages_per_slot
+    table = np.zeros((S, per_slot), np.int32)
+    table[1:] = 1 + np.arange(run.slots * per_slot, dtype=np.int32).reshape(run.slots, per_slot)
+    layers = config.num_full_layers + config.mtp_num_hidden_layers
+    pages = (layers, 1 + run.slots * per_slot, 2, config.num_key_value_heads, run.page_size, config.head_dim)
+    zeros = jnp.zeros
+    return TargetState(
+        pages=zeros(pages, dtype),
+        page_table=jnp.asarray(table),
+        h=zeros((Lg, S, Hv, Dk, Dv), jnp.float32),
+        conv=zeros((Lg, S, config.linear_conv_kernel_dim - 1, config.conv_channels), dtype),
+        journal_k=zeros((Lg, S, M, Hk, Dk), jnp.float32),
+        journal_u=zeros((Lg, S, M, Hv, Dv), jnp.float32),
+        journal_decay=zeros((Lg, S, M, Hv), jnp.float32),
+        journal_conv=zeros((Lg, S, M, config.conv_channels), dtype),
+        rows=zeros(S, jnp.int32),
+        base=zeros(S, jnp.int32),
+        pending=zeros(S, jnp.int32),
+        hidden=zeros((S, config.hidden_size), dtype),
+        ok=jnp.ones(S, bool),
+    )
+
+
+def free(state: TargetState, slot: Int[Array, ""]) -> TargetState:
+    """Empties a slot for a new sequence. Old KV rows stay where they are: nothing at or past the length is ever read."""
+    return dataclasses.replace(
+        state,
+        h=state.h.at[:, slot].set(0.0),
+        conv=state.conv.at[:, slot].set(0),
+        rows=state.rows.at[slot].set(0),
+        base=state.base.at[slot].set(0),
+        pending=state.pending.at[slot].set(0),
+        hidden=state.hidden.at[slot].set(0),
+        ok=state.ok.at[slot].set(True),
+    )
+
+
+def commit(state: TargetState, slots: Int[Array, " B"], n: Int[Array, " B"], hidden: Float[Array, "B K D"]) -> TargetState:
+    """Accepts the first `n` rows of the last verify, 0 <= n <= rows; 0 is a full rollback. Moves integers only.
+
+    `hidden` are that verify's hiddens. An `n` out of range commits nothing and clears the slot's `ok`.
+    """
+    valid = (n >= 0) & (n <= state.rows[slots])
+    n = jnp.where(valid, n, 0)
+    last = jnp.take_along_axis(hidden, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0]
+    return dataclasses.replace(
+        state,
+        pending=state.pending.at[slots].set(n),
+        hidden=state.hidden.at[slots].set(jnp.where((n > 0)[:, None], last, state.hidden[slots])),
+        ok=state.ok.at[slots].set(state.ok[slots] & valid),
+    )
+
+
+def check_slots(slots: np.ndarray, total: int) -> None:
+    """Raises StateError unless `slots` are distinct live slots 1 … total-1."""
+    if slots.ndim != 1 or slots.size == 0:
+        raise StateError(f"slots must be a non-empty vector, got shape {slots.shape}")
+    if slots.min() < 1 or slots.max() >= total:
+        raise StateError(f"slots must lie in 1 … {total - 1} (0 is the sentinel), got {slots.tolist()}")
+    if len(set(slots.tolist())) != slots.size:
+        raise StateError(f"a slot may appear once a call, got {slots.tolist()}")
+
+
+def verify_guard(state: TargetState, slots, tokens, n_rows, vocab_size: int) -> None:
+    """Checks a verify's arguments on the host, before anything is launched.
+
+    Raises:
+        StateError: naming the number that is out of bounds.
+    """
+    slots, tokens, n_rows = np.asarray(slots), np.asarray(tokens), np.asarray(n_rows)
+    check_slots(slots, state.base.shape[0])
+    widest = state.journal_u.shape[2]
+    if tokens.shape[:1] != slots.shape or n_rows.shape != slots.shape:
+        raise StateError(f"{slots.size} slots, but tokens {tokens.shape} and row counts {n_rows.shape}")
+    if tokens.shape[1] > widest:
+        raise StateError(f"a verify of {tokens.shape[1]} rows; this state was made for at most {widest} (max_drafts {widest - 1})")
+    if (n_rows < 0).any() or (n_rows > tokens.shape[1]).any():
+        raise StateError(f"row counts must lie in 0 … {tokens.shape[1]}, got {n_rows.tolist()}")
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        raise StateError(f"token ids must lie in 0 … {vocab_size - 1}, got {tokens.min()} … {tokens.max()}")
+    length = np.asarray(state.length)[slots]
+    if (length + n_rows > state.capacity).any():
+        raise StateError(f"a slot holds at most {state.capacity} tokens; {length.tolist()} are there and {n_rows.tolist()} more were asked for")
+
+
+def commit_guard(state: TargetState, slots, n) -> None:
+    """Checks a commit's accept counts on the host.
+
+    Raises:
+        StateError: naming the number that is out of bounds.
+    """
+    slots, n = np.asarray(slots), np.asarray(n)
+    check_slots(slots, state.base.shape[0])
+    if n.shape != slots.shape:
+        raise StateError(f"{slots.size} slots, but {n.shape} accept counts")
+    rows = np.asarray(state.rows)[slots]
+    if (n < 0).any() or (n > rows).any():
+        raise StateError(f"accept counts must lie in 0 … rows of the last verify {rows.tolist()}, got {n.tolist()}")

@@ -1,0 +1,87 @@
+"""Plain-JAX gated delta rule: the twin of the GPU kernels and what CPUs run. Shapes are those of `api`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.rows import by_sequence, guarded
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def update(state: Array, k: Array, u: Array, decay: Array) -> Array:
+    """One rank-one update, S <- g S + k u^T: state [Hv,Dk,Dv], k [Hv,Dk], u [Hv,Dv], decay [Hv].
+
+    Both `verify` and `fold` go through here, guarded, so that a row is folded with the very operations (and the same
+    contraction of product and sum) that computed it.
+    """
+    return guarded(lambda s, k, u, g: g[:, None, None] * s + k[:, :, None] * u[:, None, :], state, k, u, decay)
+
+
+def fold(state: Array, journal: Any, pending: Array) -> Array:
+    def one(state: Array, k: Array, u: Array, decay: Array, pending: Array) -> Array:
+        ratio = u.shape[1] // k.shape[1]
+        return jax.lax.fori_loop(0, pending, lambda t, s: update(s, jnp.repeat(k[t], ratio, axis=0), u[t], decay[t]), state)
+
+    return by_sequence(one, state, journal.k, journal.u, journal.decay, pending)
+
+
+def verify(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, n_rows: Array) -> tuple[Array, Array]:
+    ratio = v.shape[2] // k.shape[2]
+
+    def one(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, n_rows: Array) -> tuple[Array, Array]:
+        def row(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            state, out, updates = carry
+            kt, qt = jnp.repeat(k[t], ratio, axis=0), jnp.repeat(q[t], ratio, axis=0)
+            read = jnp.einsum("hk,hkv->hv", kt, state, precision=HIGHEST)
+            u = beta[t][:, None] * (v[t] - decay[t][:, None] * read)
+            state = update(state, kt, u, decay[t])
+            o = jnp.einsum("hk,hkv->hv", qt, state, precision=HIGHEST)
+            return state, out.at[t].set(o), updates.at[t].set(u)
+
+        # A bound known only at run time keeps this a loop for every K: one body, one set of bits.
+        zeros = jnp.zeros(v.shape, jnp.float32)
+        return jax.lax.fori_loop(0, n_rows, row, (state, zeros, zeros))[1:]
+
+    return by_sequence(one, state, q, k, v, decay, beta, n_rows)
+
+
+def prefill(state: Array, q: Array, k: Array, v: Array, log_decay: Array, beta: Array, *, chunk: int) -> tuple[Array, Array]:
+    """Within a chunk, with G the running sum of log decays: (I + L) U = beta V - beta e^G K S_0, L strictly lower triangular,
+    L_ij = beta_i e^(G_i - G_j) k_i.k_j; then O = e^G Q S_0 + (masked e^(G_i - G_j) q_i.k_j) U."""
+    B, T, Hk, Dk = q.shape
+    Hv, Dv = v.shape[2:]
+    pad = -T % chunk
+    padded = lambda x: jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
+    q, k, v, log_decay, beta = (padded(x) for x in (q, k, v, log_decay, beta))
+    count = (T + pad) // chunk
+    ratio = Hv // Hk
+    # [count, B, H, chunk, …]: the scan runs over chunks, everything inside is a batch of matrix products
+    heads = lambda x: jnp.moveaxis(x.reshape(B, count, chunk, *x.shape[2:]), (1, 3), (0, 2))  # noqa: E731
+    q, k = (jnp.repeat(heads(x), ratio, axis=2) for x in (q, k))
+    v, beta, running = heads(v), heads(beta), jnp.cumsum(heads(log_decay), axis=-1)
+    lower = jnp.tril(jnp.ones((chunk, chunk), bool))
+    strict = jnp.tril(jnp.ones((chunk, chunk), bool), -1)
+    product = lambda spec, *xs: jnp.einsum(spec, *xs, precision=HIGHEST)  # noqa: E731
+
+    def body(state: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, running, beta = xs
+        difference = running[..., :, None] - running[..., None, :]
+        between = jnp.exp(jnp.where(lower, difference, -jnp.inf))  # masked before exp: the upper part would overflow
+        system = jnp.eye(chunk) + jnp.where(strict, between, 0.0) * product("bhik,bhjk->bhij", k, k) * beta[..., None]
+        from_start = jnp.exp(running)[..., None]
+        target = beta[..., None] * (v - from_start * product("bhik,bhkv->bhiv", k, state))
+        u = jax.lax.linalg.triangular_solve(system, target, left_side=True, lower=True, unit_diagonal=True)
+        out = from_start * product("bhik,bhkv->bhiv", q, state)
+        out += product("bhij,bhjv->bhiv", between * product("bhik,bhjk->bhij", q, k), u)
+        to_end = jnp.exp(running[..., -1:] - running)[..., None]
+        state = from_start[..., -1:, :] * state + product("bhik,bhiv->bhkv", k * to_end, u)
+        return state, out
+
+    state, out = jax.lax.scan(body, state, (q, k, v, running, beta))
+    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, T + pad, Hv, Dv)
+    return out[:, :T], state

@@ -1,0 +1,3 @@
+from pallas_kernels.linear.api import linear
+
+__all__ = ["linear"]

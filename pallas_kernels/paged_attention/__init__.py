@@ -1,0 +1,3 @@
+from pallas_kernels.paged_attention.api import attend, write
+
+__all__ = ["attend", "write"]

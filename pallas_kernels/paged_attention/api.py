@@ -1,0 +1,53 @@
+"""Causal grouped-query attention over a paged cache, and the write that precedes it.
+
+One layer's pages are [P, 2, Hkv, N, Dh] (keys, then values): a head's keys in a page are contiguous, so a page is one matrix
+operand. The reduction over keys goes page by page with a running maximum (Milakov & Gimelshein, 2018): pages past a row's
+position add exact zeros, so a row's bits depend on its own length only.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import reference
+from pallas_kernels.registry import choose
+
+ATTEND = {"reference": reference.attend}
+WRITE = {"reference": reference.write}
+
+
+def write(
+    pages: Float[Array, "L P 2 Hkv N Dh"],
+    layer: int,
+    k: Float[Array, "B K Hkv Dh"],
+    v: Float[Array, "B K Hkv Dh"],
+    page_table: Int[Array, "B pages"],
+    start: Int[Array, " B"],
+    n_rows: Int[Array, " B"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "L P 2 Hkv N Dh"]:
+    """Puts row t < n_rows[b] of sequence b at position start[b] + t; the other rows land in the sentinel page 0."""
+    return choose("paged_attention.write", WRITE, implementation, {})(pages, layer, k, v, page_table, start, n_rows)
+
+
+def attend(
+    q: Float[Array, "B K H Dh"],
+    pages: Float[Array, "L P 2 Hkv N Dh"],
+    layer: int,
+    page_table: Int[Array, "B pages"],
+    start: Int[Array, " B"],
+    n_rows: Int[Array, " B"],
+    *,
+    first: int = 0,
+    row_group: int,
+    implementation: str | None = None,
+) -> Float[Array, "B K H Dh"]:
+    """Row t of sequence b attends to positions `first` … start[b] + t. Softmax in float32, scale Dh^-1/2, output in `q.dtype`.
+
+    `first = 1` masks position 0, where the drafter's layer has no row. Rows at and past `n_rows` are undefined but finite
+    where the cache is. `row_group` query rows share one product.
+    """
+    return choose("paged_attention.attend", ATTEND, implementation, {})(
+        q, pages, layer, page_table, start, n_rows, first=first, row_group=row_group
+    )
