@@ -8,7 +8,10 @@ writes packed token files (not committed) and a manifest that names every source
 
 import argparse
 import ast
+import gzip
+import html
 import importlib.metadata
+import itertools
 import json
 import lzma
 import pathlib
@@ -153,6 +156,26 @@ def docstrings(root: pathlib.Path):
             yield "\n".join(parts)
 
 
+def service_docs(root: pathlib.Path):
+    """Documents of botocore's service models: what each operation and each of its parameters does."""
+    newest = {path.parent.parent: path for path in sorted(root.glob("data/*/*/service-2.json.gz"))}
+    for path in newest.values():
+        model = json.loads(gzip.decompress(path.read_bytes()))
+        parts, size = [], 0
+        for name, operation in model["operations"].items():
+            members = model["shapes"].get(operation.get("input", {}).get("shape"), {}).get("members", {})
+            lines = [f"- {k}: {m['documentation']}" for k, m in members.items() if m.get("documentation")]
+            text = "\n".join([f"## {path.parent.parent.name}.{name}\n", operation.get("documentation", ""), *lines])
+            text = html.unescape(re.sub(r"<[^>]+>", "", re.sub(r"</?p>\s*", "\n", text)))
+            text = re.sub(r"[ \t]+", " ", re.sub(r"\s*\n\s*", "\n", text)).strip()
+            parts, size = [*parts, text], size + len(text)
+            if size > 8_000:
+                yield "\n\n".join(parts)
+                parts, size = [], 0
+        if parts:
+            yield "\n\n".join(parts)
+
+
 def packages(site: pathlib.Path):
     """(name, licence, import roots) of the distributions in `site` whose metadata states a permissive licence."""
     for dist in sorted(importlib.metadata.distributions(path=[str(site)]), key=lambda d: d.metadata["Name"].lower()):
@@ -254,8 +277,11 @@ def main() -> None:
                 continue
             seen.add(name)
             mine, size = [], 0
-            for doc in (d for r in roots for d in docstrings(r)):
-                if size < a.max_package_chars:
+            sources = [docstrings(r) for r in roots]
+            if name == "botocore":
+                sources = [service_docs(r) for r in roots]
+            for doc in itertools.chain(*sources):
+                if size < a.max_package_chars * (10 if name == "botocore" else 1):
                     mine.append(doc)
                     size += len(doc)
             if size > 10_000:
