@@ -22,7 +22,7 @@ from atlas_jax.state.target import TargetState
 from pallas_kernels import gated_delta, paged_attention
 from pallas_kernels.gated_delta import Journal
 from pallas_kernels.linear import linear
-from pallas_kernels.rows import by_row_group
+from pallas_kernels.rows import by_row_group, by_sequence
 
 Rows = Callable[..., Any]
 
@@ -159,7 +159,7 @@ class HybridModel(nn.Module):
         def linear_mixer(p: gdn.Projected, s: TargetState, i: int):
             journal = Journal(*(take(x, i, slots) for x in (s.journal_k, s.journal_u, s.journal_decay)))
             h = gated_delta.fold(take(s.h, i, slots), journal, pending)
-            conv = jax.vmap(shift_window)(take(s.conv, i, slots), take(s.journal_conv, i, slots), pending)
+            conv = by_sequence(shift_window, take(s.conv, i, slots), take(s.journal_conv, i, slots), pending)
             mixed = split(p.mixed)
             window = windows(jnp.concatenate([conv, mixed], axis=1), K, width)
             q, k, v = (split(x) for x in rows(lambda w: self.linear_attention.convolve(w, i), flat(window)))
@@ -240,22 +240,33 @@ class HybridModel(nn.Module):
         return hidden.post_norm, fed, state
 
     def draft(
-        self, state: TargetState, slots: Int[Array, " B"], tokens: Int[Array, "B K"], hidden: Float[Array, "B K D"], start: Int[Array, " B"], n_rows: Int[Array, " B"]
+        self,
+        state: TargetState,
+        slots: Int[Array, " B"],
+        tokens: Int[Array, "B K"],
+        hidden: Float[Array, "B K D"],
+        start: Int[Array, " B"],
+        n_rows: Int[Array, " B"],
+        *,
+        grouped: bool = True,
     ) -> tuple[Float[Array, "B K D"], TargetState]:
         """Drafter rows: row t of sequence b is (token [b, t], the hidden of the position before it) at position start[b] + t.
+
+        Rows of committed tokens go in row groups, so that the drafter's cache does not depend on how they came. Speculative
+        rows (`grouped=False`) are rewritten before anyone relies on them and skip the padding.
 
         Returns: the drafter's normed hiddens, which its next step reads and `grouped_logits` turns into draft logits, and the
         state with the rows' keys and values in the drafter's layer.
         """
         B, K = tokens.shape
-        rows = lambda f, *xs: by_row_group(f, self.row_group, *xs)  # noqa: E731
+        rows: Rows = (lambda f, *xs: by_row_group(f, self.row_group, *xs)) if grouped else at_once
         split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
         flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
         positions = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
         table, layer = state.page_table[slots], self.config.num_full_layers
         x, p = rows(lambda t, h, at: self.mtp.enter(self.embed(t), h, at), flat(tokens), flat(hidden), flat(positions))
         pages = paged_attention.write(state.pages, layer, split(p.k), split(p.v), table, start, n_rows)
-        out = paged_attention.attend(split(p.q), pages, layer, table, start, n_rows, first=1, row_group=self.row_group)
+        out = paged_attention.attend(split(p.q), pages, layer, table, start, n_rows, first=1, row_group=self.row_group if grouped else K)
         out = rows(lambda x, o, g: self.mtp.leave(x, o, g, few_rows=True), x, flat(out), p.gate)
         return split(out), dataclasses.replace(state, pages=pages)
 

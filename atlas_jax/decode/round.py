@@ -1,0 +1,192 @@
+"""One round of speculative decoding, draft -> verify -> accept -> commit, and the loop of rounds that one dispatch runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from atlas_jax.decode import sampling
+from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter
+from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, Counters, DecodeState
+from atlas_jax.models import HybridModel
+from atlas_jax.shapes import Array, Bool, Float, Int
+from atlas_jax.state import commit
+from pallas_kernels.rows import by_row_group
+
+
+class Emitted(NamedTuple):
+    """What a dispatch emitted, round by round; the first counts[r, b] tokens of a row count."""
+
+    tokens: Int[Array, "rounds B K"]
+    counts: Int[Array, "rounds B"]
+    logprobs: Float[Array, "rounds B K"]  # zero-width where none were asked for
+    top_logprobs: Float[Array, "rounds B K n"]
+    top_ids: Int[Array, "rounds B K n"]
+
+
+class Accepted(NamedTuple):
+    """The accept rule's verdict on B sequences."""
+
+    emitted: Int[Array, " B"]  # picks that become output, which is also how many rows are committed
+    accepted: Int[Array, " B"]  # of those, how many were drafts
+    matches: Bool[Array, "B K-1"]  # draft i equals the pick of the row before it, whatever came earlier
+    finish: Int[Array, " B"]
+
+
+def accept(
+    tokens: Int[Array, "B K"],
+    picks: Int[Array, "B K"],
+    finite: Bool[Array, "B K"],
+    n_rows: Int[Array, " B"],
+    remaining: Int[Array, " B"],
+    stop_ids: Int[Array, "B stops"],
+    finish: Int[Array, " B"],
+) -> Accepted:
+    """Longest prefix of drafts that equal the target's picks, plus the pick after it; cut at the first stop id, at `remaining`,
+    and before the first row whose logits are not finite, which ends the request with an error."""
+    K = tokens.shape[1]
+    row = jnp.arange(K)
+    live = n_rows > 0
+    matches = (tokens[:, 1:] == picks[:, :-1]) & (row[1:] < n_rows[:, None])
+    agreed = jnp.cumprod(matches, axis=1).sum(1)
+    emitted = jnp.minimum(agreed + 1, remaining)
+    first = lambda found: jnp.min(jnp.where(found, row, K), axis=1)  # noqa: E731
+    stop = first((picks[:, :, None] == stop_ids[:, None, :]).any(-1))
+    bad = first(~finite)
+    emitted = jnp.minimum(emitted, stop + 1)
+    failed = live & (bad < emitted)
+    emitted = jnp.where(live, jnp.minimum(emitted, bad), 0)
+    reason = jnp.where(emitted == remaining, LENGTH, RUNNING)
+    reason = jnp.where(stop < emitted, STOP, reason)
+    reason = jnp.where(failed, ERROR, reason)
+    return Accepted(emitted, jnp.minimum(agreed, emitted), matches, jnp.where(live, reason, finish))
+
+
+def count(counters: Counters, slots: Array, n_rows: Array, verdict: Accepted) -> Counters:
+    """Adds one round to the acceptance counters. Every offered draft is scored, also behind a wrong one."""
+    position = jnp.arange(verdict.matches.shape[1])
+    offered = position < n_rows[:, None] - 1
+    reached = offered & (jnp.cumprod(verdict.matches, axis=1).cumsum(1) - verdict.matches >= position)
+    accepted = position < verdict.accepted[:, None]
+    live = (n_rows > 0).astype(jnp.int32)
+    add = lambda x, y: x.at[slots, : y.shape[1]].add(y.astype(jnp.int32))  # noqa: E731
+    return Counters(
+        steps=counters.steps.at[slots].add(live),
+        offered=add(counters.offered, offered),
+        matched=add(counters.matched, verdict.matches & offered),
+        reached=add(counters.reached, reached),
+        accepted=add(counters.accepted, accepted),
+        histogram=counters.histogram.at[slots, verdict.emitted].add(live),
+    )
+
+
+def propose(model: HybridModel, params: Any, drafter: Drafter, drafts: int, state: DecodeState, slots: Array) -> Any:
+    """Feeds the drafter's layer the rows that the last round committed, with the target's hiddens, then asks for drafts."""
+    call = lambda method, *args, **kw: model.apply(params, *args, method=method, **kw)  # noqa: E731
+    target, n = state.target, state.feed_count[slots]
+    length = target.length[slots]
+    hidden = jnp.zeros((slots.shape[0], model.config.hidden_size), state.feed_hidden.dtype)
+    if model.config.has_mtp:
+        rows, target = call("draft", target, slots, state.feed_tokens[slots], state.feed_hidden[slots], length - n + 1, n)
+        hidden = jnp.take_along_axis(rows, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0]
+
+    def step(target, tokens, hidden, position):
+        fits = (position < target.capacity).astype(jnp.int32)
+        args = (target, slots, tokens[:, None], hidden[:, None], position, fits)
+        hidden, target = call("draft", *args, grouped=False)
+        return hidden[:, 0], target
+
+    context = DraftContext(
+        slots=slots,
+        tokens=state.tokens[slots],
+        length=length,
+        hidden=hidden,
+        seed=state.sampler.seed[slots],
+        vocab_size=model.config.vocab_size,
+        logits=lambda hidden: call("logits", hidden),
+        step=step,
+    )
+    return drafter.propose(context, target, state.drafter, drafts)
+
+
+def run_round(
+    model: HybridModel, params: Any, drafter: Drafter, K: int, n_top: int | None, state: DecodeState, slots: Int[Array, " B"]
+) -> tuple[DecodeState, Any]:
+    """One round of B sequences with verifies of up to K rows. Returns the state and one round of `Emitted`."""
+    B = slots.shape[0]
+    length = state.target.length[slots]
+    last = jnp.take_along_axis(state.tokens[slots], length[:, None], axis=1)
+    running = state.finish[slots] == RUNNING
+    target, drafter_state = state.target, state.drafter
+    tokens, n_rows = last, jnp.ones(B, jnp.int32)
+    if K > 1:
+        proposal = propose(model, params, drafter, K - 1, state, slots)
+        target, drafter_state = proposal.target, proposal.state
+        tokens = jnp.concatenate([last, proposal.tokens], axis=1)
+        n_rows = 1 + proposal.count
+    room = jnp.minimum(state.remaining[slots], target.capacity - length)
+    n_rows = jnp.where(running, jnp.minimum(n_rows, room), 0)
+
+    logits, hidden, target = model.apply(params, target, slots, tokens, n_rows, method="verify")
+    finite = jnp.isfinite(logits).all(-1) | (jnp.arange(K) >= n_rows[:, None])
+    picks = sampling.pick(state.sampler, slots, logits, tokens, length + 1, model.row_group)
+    verdict = accept(tokens, picks, finite, n_rows, state.remaining[slots], state.stop_ids[slots], state.finish[slots])
+    n = verdict.emitted
+    target = commit(target, slots, n, hidden)
+    target = dataclasses.replace(target, ok=target.ok.at[slots].set(target.ok[slots] & (verdict.finish != ERROR)))
+    finish = jnp.where(target.ok[slots], verdict.finish, ERROR)
+
+    # Rows past the emitted ones land in the sentinel column.
+    emitted = jnp.arange(K) < n[:, None]
+    column = jnp.where(emitted, length[:, None] + 1 + jnp.arange(K), state.tokens.shape[1] - 1)
+    fed = lambda old, new: old.at[slots, :K].set(jnp.where((n > 0).reshape(B, *[1] * (new.ndim - 1)), new, old[slots, :K]))  # noqa: E731
+    state = dataclasses.replace(
+        state,
+        target=target,
+        sampler=sampling.count_tokens(state.sampler, slots, picks, n),
+        tokens=state.tokens.at[slots[:, None], column].set(picks),
+        feed_tokens=fed(state.feed_tokens, picks),
+        feed_hidden=fed(state.feed_hidden, hidden),
+        feed_count=state.feed_count.at[slots].set(jnp.where(n > 0, n, state.feed_count[slots])),
+        remaining=state.remaining.at[slots].add(-n),
+        finish=state.finish.at[slots].set(finish),
+        counters=count(state.counters, slots, n_rows, verdict),
+        drafter=drafter_state,
+    )
+    return state, (picks, n, *_log_probabilities(logits, picks, n_top, model.row_group))
+
+
+def _log_probabilities(logits: Array, picks: Array, n_top: int | None, row_group: int) -> tuple[Array, Array, Array]:
+    B, K, V = logits.shape
+    if n_top is None:
+        return jnp.zeros((B, 0)), jnp.zeros((B, K, 0)), jnp.zeros((B, K, 0), jnp.int32)
+    f = lambda x, t: sampling.log_probabilities(x, t, n_top)  # noqa: E731
+    out = by_row_group(f, row_group, logits.reshape(B * K, V), picks.reshape(-1))
+    return tuple(x.reshape(B, K, *x.shape[1:]) for x in out)  # pyright: ignore[reportReturnType]
+
+
+def dispatch(
+    model: HybridModel, drafter: Drafter, K: int, n_top: int | None, max_rounds: int, params: Any, state: DecodeState, slots: Array, rounds: Array
+) -> tuple[DecodeState, Emitted, Int[Array, " B"]]:
+    """Runs up to `rounds` <= max_rounds rounds, fewer once every sequence is finished.
+
+    Returns: the state, what was emitted (rounds that did not run count zero), and why each sequence finished.
+    """
+    step = lambda state: run_round(model, params, drafter if K > 1 else NoDrafter(), K, n_top, state, slots)  # noqa: E731
+    shapes = jax.eval_shape(step, state)[1]
+    out = tuple(jnp.zeros((max_rounds, *x.shape), x.dtype) for x in shapes)
+
+    def body(carry):
+        i, state, out = carry
+        state, new = step(state)
+        return i + 1, state, tuple(x.at[i].set(y) for x, y in zip(out, new, strict=True))
+
+    def go_on(carry):
+        i, state, _ = carry
+        return (i < rounds) & (state.finish[slots] == RUNNING).any()
+
+    _, state, out = jax.lax.while_loop(go_on, body, (jnp.int32(0), state, out))
+    return state, Emitted(*out), state.finish[slots]

@@ -1,0 +1,127 @@
+"""`DecodeState`: the target's state plus what a round needs of each request, all on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlas_jax.config import ModelConfig, RunConfig
+from atlas_jax.decode.request import MAX_STOPS, SamplingParams
+from atlas_jax.decode.sampling import SamplerState, init_sampler, set_slot, slot_values
+from atlas_jax.shapes import Array, Bool, Float, Int
+from atlas_jax.state import TargetState, free, init
+
+RUNNING, STOP, LENGTH, ERROR = range(4)
+FINISH_REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """Acceptance of each slot's request so far (see `metrics.Acceptance` for the meaning of each)."""
+
+    steps: Int[Array, " S"]
+    offered: Int[Array, "S M-1"]
+    matched: Int[Array, "S M-1"]
+    reached: Int[Array, "S M-1"]
+    accepted: Int[Array, "S M-1"]
+    histogram: Int[Array, "S M+1"]  # rounds by tokens emitted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """State of S slots between rounds.
+
+    A running slot with c committed tokens has emitted one more, tokens[c], which the target has not read yet.
+    The drafter has not yet read the last `feed_count` tokens, feed_tokens, of which the last is that one; feed_hidden are the
+    target's hiddens of the positions before them.
+    """
+
+    target: TargetState
+    sampler: SamplerState
+    tokens: Int[Array, "S max_length+1"]  # prompt and answer; the last column is a sentinel
+    feed_tokens: Int[Array, "S M"]
+    feed_hidden: Float[Array, "S M D"]
+    feed_count: Int[Array, " S"]
+    remaining: Int[Array, " S"]  # tokens that may still be emitted
+    finish: Int[Array, " S"]  # RUNNING … ERROR
+    stop_ids: Int[Array, "S stops"]  # padded with -1
+    counters: Counters
+    drafter: Any  # the drafter's own explicit state
+
+
+def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) -> DecodeState:
+    """All slots empty and finished."""
+    S, M = run.slots + 1, run.max_rows
+    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
+    drafts = [zeros(S, M - 1) for _ in range(4)]
+    return DecodeState(
+        target=init(config, run),
+        sampler=init_sampler(S, config.vocab_size),
+        tokens=zeros(S, run.max_length + 1),
+        feed_tokens=zeros(S, M),
+        feed_hidden=jnp.zeros((S, M, config.hidden_size), jnp.dtype(run.dtype)),
+        feed_count=zeros(S),
+        remaining=zeros(S),
+        finish=jnp.full(S, STOP, jnp.int32),
+        stop_ids=jnp.full((S, MAX_STOPS * 2), -1, jnp.int32),
+        counters=Counters(zeros(S), *drafts, zeros(S, M + 1)),
+        drafter=drafter_state,
+    )
+
+
+def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Array]) -> DecodeState:
+    """Gives an empty slot to a request; `values` are `request_values`'. The prompt's prefill comes next, then `start_slot`."""
+    at = lambda x, y: x.at[slot].set(y)  # noqa: E731
+    counters = jax.tree.map(lambda x: at(x, 0), state.counters)
+    return dataclasses.replace(
+        state,
+        target=free(state.target, slot),
+        sampler=set_slot(state.sampler, slot, **values["sampler"]),
+        tokens=at(state.tokens, values["tokens"]),
+        remaining=at(state.remaining, values["remaining"]),
+        finish=at(state.finish, STOP),
+        stop_ids=at(state.stop_ids, values["stop_ids"]),
+        counters=counters,
+    )
+
+
+def start_slot(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Sets a slot running once all but the last token of its prompt are committed: the first round reads that token."""
+    last = state.tokens[slot, state.target.base[slot]]
+    return dataclasses.replace(
+        state,
+        feed_tokens=state.feed_tokens.at[slot, 0].set(last),
+        feed_hidden=state.feed_hidden.at[slot, 0].set(state.target.hidden[slot]),
+        feed_count=state.feed_count.at[slot].set(1),
+        finish=state.finish.at[slot].set(RUNNING),
+    )
+
+
+def cut_slot(state: DecodeState, slot: Int[Array, ""], n: Int[Array, ""]) -> DecodeState:
+    """Ends a slot after the first `n` >= 1 tokens of the last round, as if the round had stopped there: commit moves back."""
+    target = state.target
+    target = dataclasses.replace(
+        target,
+        pending=target.pending.at[slot].set(n),
+        hidden=target.hidden.at[slot].set(state.feed_hidden[slot, n - 1]),
+    )
+    return dataclasses.replace(
+        state, target=target, feed_count=state.feed_count.at[slot].set(n), finish=state.finish.at[slot].set(STOP)
+    )
+
+
+def request_values(config: ModelConfig, run: RunConfig, prompt: np.ndarray, params: SamplingParams) -> dict[str, Any]:
+    """What `open_slot` needs of a validated request, as arrays of fixed shapes."""
+    tokens = np.zeros(run.max_length + 1, np.int32)
+    tokens[: prompt.size] = prompt
+    stops = np.full(MAX_STOPS * 2, -1, np.int32)
+    ids = [*dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else config.eos_token_ids)])]
+    stops[: len(ids)] = ids
+    sampler = slot_values(params, prompt, config.vocab_size)
+    return dict(sampler=sampler, tokens=tokens, remaining=np.int32(params.max_tokens), stop_ids=stops)
