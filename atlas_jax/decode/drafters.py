@@ -27,7 +27,7 @@ class DraftContext(NamedTuple):
     """
 
     slots: Int[Array, " B"]
-    tokens: Int[Array, "B max_length+1"]
+    tokens: Int[Array, "B columns"]
     length: Int[Array, " B"]
     hidden: Float[Array, "B D"]
     seed: UInt32[Array, " B"]
@@ -117,10 +117,10 @@ class ScriptedDrafter:
     """Drafts from a known answer, each right with probability `acceptance`: forced accept (1), forced reject (0), or throughput
     at a chosen acceptance with output that stays exact.
 
-    Its state is the script: [S, max_length + 1] tokens of prompt and answer, set with `Runtime.set_script`.
+    Its state is the acceptance and the script: prompt and answer, [S, max_length + 1].
     """
 
-    acceptance: float = 1.0
+    acceptance: float = dataclasses.field(default=1.0, compare=False)  # in the state: one executable serves them all
     name: ClassVar[str] = "scripted"
 
     def __post_init__(self) -> None:
@@ -128,14 +128,16 @@ class ScriptedDrafter:
             raise RequestError(f"acceptance must lie in 0 … 1, got {self.acceptance}")
 
     def init(self, config: ModelConfig, run: RunConfig) -> Any:
-        return jnp.zeros((run.slots + 1, run.max_length + 1), jnp.int32)
+        return jnp.float32(self.acceptance), jnp.zeros((run.slots + 1, run.max_length + 1), jnp.int32)
 
     def propose(self, context: DraftContext, target: TargetState, state: Any, drafts: int) -> Proposal:
+        acceptance, script = state
+
         def one(slot: Array, length: Array, seed: Array) -> Array:
-            at = jnp.minimum(length + 1 + jnp.arange(drafts), state.shape[1] - 1)
+            at = jnp.minimum(length + 1 + jnp.arange(drafts), script.shape[1] - 1)
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(2), seed), length)
-            right = jax.random.uniform(key, (drafts,)) < self.acceptance
-            return jnp.where(right, state[slot, at], (state[slot, at] + 1) % context.vocab_size)
+            right = jax.random.uniform(key, (drafts,)) < acceptance
+            return jnp.where(right, script[slot, at], (script[slot, at] + 1) % context.vocab_size)
 
         tokens = jax.vmap(one)(context.slots, context.length, context.seed)
         return Proposal(tokens, jnp.full(tokens.shape[0], drafts, jnp.int32), target, state)

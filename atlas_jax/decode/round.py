@@ -32,7 +32,7 @@ class Accepted(NamedTuple):
 
     emitted: Int[Array, " B"]  # picks that become output, which is also how many rows are committed
     accepted: Int[Array, " B"]  # of those, how many were drafts
-    matches: Bool[Array, "B K-1"]  # draft i equals the pick of the row before it, whatever came earlier
+    matches: Bool[Array, "B drafts"]  # draft i equals the pick of the row before it, whatever came earlier
     finish: Int[Array, " B"]
 
 
@@ -83,33 +83,38 @@ def count(counters: Counters, slots: Array, n_rows: Array, verdict: Accepted) ->
     )
 
 
-def propose(model: HybridModel, params: Any, drafter: Drafter, drafts: int, state: DecodeState, slots: Array) -> Any:
-    """Feeds the drafter's layer the rows that the last round committed, with the target's hiddens, then asks for drafts."""
-    call = lambda method, *args, **kw: model.apply(params, *args, method=method, **kw)  # noqa: E731
-    target, n = state.target, state.feed_count[slots]
-    length = target.length[slots]
-    hidden = jnp.zeros((slots.shape[0], model.config.hidden_size), state.feed_hidden.dtype)
-    if model.config.has_mtp:
-        rows, target = call("draft", target, slots, state.feed_tokens[slots], state.feed_hidden[slots], length - n + 1, n)
-        hidden = jnp.take_along_axis(rows, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0]
+def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array) -> tuple[Array, Any]:
+    """Feeds the drafter's layer the rows that the last round committed, with the target's hiddens, over what speculation wrote.
+
+    Returns: the drafter's normed hidden of each sequence's newest token [B, D], and the target state.
+    """
+    n = state.feed_count[slots]
+    start = state.target.length[slots] - n + 1
+    args = (state.target, slots, state.feed_tokens[slots], state.feed_hidden[slots], start, n)
+    rows, target = model.apply(params, *args, method="draft")
+    return jnp.take_along_axis(rows, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0], target
+
+
+def propose(model: HybridModel, params: Any, drafter: Drafter, drafts: int, state: DecodeState, slots: Array, hidden: Array) -> Any:
+    """Asks the drafter for tokens; `hidden` is `feed`'s."""
 
     def step(target, tokens, hidden, position):
         fits = (position < target.capacity).astype(jnp.int32)
         args = (target, slots, tokens[:, None], hidden[:, None], position, fits)
-        hidden, target = call("draft", *args, grouped=False)
+        hidden, target = model.apply(params, *args, grouped=False, method="draft")
         return hidden[:, 0], target
 
     context = DraftContext(
         slots=slots,
         tokens=state.tokens[slots],
-        length=length,
+        length=state.target.length[slots],
         hidden=hidden,
         seed=state.sampler.seed[slots],
         vocab_size=model.config.vocab_size,
-        logits=lambda hidden: call("logits", hidden),
+        logits=lambda hidden: model.apply(params, hidden, method="logits"),
         step=step,
     )
-    return drafter.propose(context, target, state.drafter, drafts)
+    return drafter.propose(context, state.target, state.drafter, drafts)
 
 
 def run_round(
@@ -120,10 +125,14 @@ def run_round(
     length = state.target.length[slots]
     last = jnp.take_along_axis(state.tokens[slots], length[:, None], axis=1)
     running = state.finish[slots] == RUNNING
-    target, drafter_state = state.target, state.drafter
+    hidden = jnp.zeros((B, model.config.hidden_size), state.feed_hidden.dtype)
+    if model.config.has_mtp and not isinstance(drafter, NoDrafter):
+        hidden, target = feed(model, params, state, slots)
+        state = dataclasses.replace(state, target=target)
     tokens, n_rows = last, jnp.ones(B, jnp.int32)
+    target, drafter_state = state.target, state.drafter
     if K > 1:
-        proposal = propose(model, params, drafter, K - 1, state, slots)
+        proposal = propose(model, params, drafter, K - 1, state, slots, hidden)
         target, drafter_state = proposal.target, proposal.state
         tokens = jnp.concatenate([last, proposal.tokens], axis=1)
         n_rows = 1 + proposal.count
@@ -175,7 +184,7 @@ def dispatch(
 
     Returns: the state, what was emitted (rounds that did not run count zero), and why each sequence finished.
     """
-    step = lambda state: run_round(model, params, drafter if K > 1 else NoDrafter(), K, n_top, state, slots)  # noqa: E731
+    step = lambda state: run_round(model, params, drafter, K, n_top, state, slots)  # noqa: E731
     shapes = jax.eval_shape(step, state)[1]
     out = tuple(jnp.zeros((max_rounds, *x.shape), x.dtype) for x in shapes)
 

@@ -25,11 +25,11 @@ class Counters:
     """Acceptance of each slot's request so far (see `metrics.Acceptance` for the meaning of each)."""
 
     steps: Int[Array, " S"]
-    offered: Int[Array, "S M-1"]
-    matched: Int[Array, "S M-1"]
-    reached: Int[Array, "S M-1"]
-    accepted: Int[Array, "S M-1"]
-    histogram: Int[Array, "S M+1"]  # rounds by tokens emitted
+    offered: Int[Array, "S drafts"]
+    matched: Int[Array, "S drafts"]
+    reached: Int[Array, "S drafts"]
+    accepted: Int[Array, "S drafts"]
+    histogram: Int[Array, "S emitted"]  # rounds by tokens emitted
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +44,7 @@ class DecodeState:
 
     target: TargetState
     sampler: SamplerState
-    tokens: Int[Array, "S max_length+1"]  # prompt and answer; the last column is a sentinel
+    tokens: Int[Array, "S columns"]  # prompt and answer; the last column is a sentinel
     feed_tokens: Int[Array, "S M"]
     feed_hidden: Float[Array, "S M D"]
     feed_count: Int[Array, " S"]

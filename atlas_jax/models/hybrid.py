@@ -276,7 +276,7 @@ def at_once(f: Callable[..., Any], *xs: Array) -> Any:
     return f(*xs)
 
 
-def windows(x: Float[Array, "B T+W-1 C"], count: int, width: int) -> Float[Array, "B T W C"]:
+def windows(x: Float[Array, "B padded C"], count: int, width: int) -> Float[Array, "B T W C"]:
     """Sliding windows of the convolution, oldest input first."""
     return jnp.stack([x[:, w : w + count] for w in range(width)], axis=2)
 

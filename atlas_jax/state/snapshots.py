@@ -20,13 +20,13 @@ class Snapshot:
 
     kv: Float[Array, "La pages 2 Hkv N Dh"]
     h: Float[Array, "Lg Hv Dk Dv"]
-    conv: Float[Array, "Lg W-1 C"]
+    conv: Float[Array, "Lg past C"]
     hidden: Float[Array, " D"]
     length: Int[Array, ""]
     ok: Bool[Array, ""]
 
 
-def shift_window(conv: Float[Array, "W-1 C"], inputs: Float[Array, "M C"], n: Int[Array, ""]) -> Float[Array, "W-1 C"]:
+def shift_window(conv: Float[Array, "past C"], inputs: Float[Array, "M C"], n: Int[Array, ""]) -> Float[Array, "past C"]:
     """The convolution's window after the first `n` of `inputs`."""
     return jax.lax.dynamic_slice_in_dim(jnp.concatenate([conv, inputs]), n, conv.shape[0])
 

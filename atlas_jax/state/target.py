@@ -25,7 +25,7 @@ class TargetState:
     pages: Float[Array, "La P 2 Hkv N Dh"]  # KV of the full-attention layers; the drafter's layer is the last
     page_table: Int[Array, "S pages"]
     h: Float[Array, "Lg S Hv Dk Dv"]  # float32 recurrent state at `base`
-    conv: Float[Array, "Lg S W-1 C"]  # the last raw convolution inputs before `base`, oldest first
+    conv: Float[Array, "Lg S past C"]  # the last raw convolution inputs before `base`, oldest first
     journal_k: Float[Array, "Lg S M Hk Dk"]  # the last verify's rows: S <- decay S + k u^T
     journal_u: Float[Array, "Lg S M Hv Dv"]
     journal_decay: Float[Array, "Lg S M Hv"]

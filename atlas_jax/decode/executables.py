@@ -1,0 +1,83 @@
+"""Ahead-of-time compiled steps: one executable per number of rows, built once, state donated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from atlas_jax.config import RunConfig
+from atlas_jax.decode import round as rounds
+from atlas_jax.decode.drafters import Drafter
+from atlas_jax.decode.state import DecodeState, cut_slot, open_slot, start_slot
+from atlas_jax.models import HybridModel
+from atlas_jax.shapes import Array
+
+Progress = Callable[[str], None]
+
+
+class Executables:
+    """Compiles on first use and remembers; `compile_s` is the time that took. `progress` is told what is being compiled."""
+
+    def __init__(self, model: HybridModel, run: RunConfig, progress: Progress | None = None) -> None:
+        self.model, self.run, self.progress = model, run, progress
+        self.compile_s = 0.0
+        self._compiled: dict[Any, Any] = {}
+
+    def get(self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]) -> Any:
+        """The executable of `key`, compiled for the shapes of `args` if it is new."""
+        if key not in self._compiled:
+            if self.progress:
+                self.progress(" ".join(str(part) for part in key))
+            began = time.perf_counter()
+            self._compiled[key] = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+            self.compile_s += time.perf_counter() - began
+        return self._compiled[key]
+
+    def dispatch(self, drafter: Drafter, K: int, n_top: int | None, params: Any, state: DecodeState, slots: Array) -> Any:
+        """(params, state, slots, rounds) -> (state, Emitted, finish): rounds of verifies of K rows."""
+        function = functools.partial(rounds.dispatch, self.model, drafter, K, n_top, self.run.rounds_per_dispatch)
+        key = ("decode", f"rows={K}", f"sequences={slots.shape[0]}", drafter, "" if n_top is None else f"logprobs={n_top}")
+        return self.get(key, function, (params, state, slots, jnp.int32(1)), (1,))
+
+    def prefill(self, size: int, params: Any, state: DecodeState) -> Any:
+        """(params, state, slot, tokens [size], n) -> state."""
+
+        def prefill(params, state: DecodeState, slot, tokens, n):
+            target = self.model.apply(params, state.target, slot, tokens, n, method="prefill")[2]
+            return dataclasses.replace(state, target=target)
+
+        args = (params, state, jnp.int32(1), jnp.zeros(size, jnp.int32), jnp.int32(1))
+        return self.get(("prefill", f"tokens={size}", _structure(state)), prefill, args, (1,))
+
+    def hiddens(self, size: int, params: Any, state: DecodeState) -> Any:
+        """(params, state, slot, tokens [size], n) -> (float32 logits [size, V], state)."""
+
+        def logits(params, state: DecodeState, slot, tokens, n):
+            hidden, _, target = self.model.apply(params, state.target, slot, tokens, n, method="prefill")
+            return self.model.apply(params, hidden, method="logits"), dataclasses.replace(state, target=target)
+
+        args = (params, state, jnp.int32(1), jnp.zeros(size, jnp.int32), jnp.int32(1))
+        return self.get(("logits", f"tokens={size}", _structure(state)), logits, args, (1,))
+
+    def open(self, state: DecodeState, values: dict[str, Any]) -> Any:
+        """(state, slot, values) -> state."""
+        return self.get(("open", _structure(state)), open_slot, (state, jnp.int32(1), values), (0,))
+
+    def start(self, state: DecodeState) -> Any:
+        """(state, slot) -> state."""
+        return self.get(("start", _structure(state)), start_slot, (state, jnp.int32(1)), (0,))
+
+    def cut(self, state: DecodeState) -> Any:
+        """(state, slot, n) -> state."""
+        return self.get(("cut", _structure(state)), cut_slot, (state, jnp.int32(1), jnp.int32(1)), (0,))
+
+
+def _structure(state: DecodeState) -> Any:
+    """What of a state's form an executable depends on: drafters bring their own leaves."""
+    return jax.tree.structure(state.drafter)

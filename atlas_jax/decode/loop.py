@@ -1,0 +1,198 @@
+"""The host's side of decoding: opens slots, prefills prompts, dispatches rounds and reads what they emitted one dispatch behind."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlas_jax.config import ModelConfig, RunConfig
+from atlas_jax.decode.drafters import Drafter, ScriptedDrafter
+from atlas_jax.decode.executables import Executables, Progress
+from atlas_jax.decode.request import SamplingParams
+from atlas_jax.decode.state import FINISH_REASONS, RUNNING, DecodeState, init_decode, request_values
+from atlas_jax.metrics import Acceptance
+from atlas_jax.models import HybridModel
+
+PREFILL_SIZES = (16, 64)  # executables for the last, partial chunk of a prompt, beside that of whole chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sequence to decode. `script` is the known answer that a ScriptedDrafter drafts from."""
+
+    prompt: np.ndarray
+    params: SamplingParams
+    script: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Tokens of one sequence that one round emitted."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
+    finish_reason: str | None
+
+
+class Loop:
+    """Owns the decoding state of one model and runs batches of requests through it, one batch at a time."""
+
+    def __init__(self, config: ModelConfig, run: RunConfig, params: Any, progress: Progress | None = None) -> None:
+        self.config, self.run, self.params = config, run, params
+        model = HybridModel(config, dtype=jnp.dtype(run.dtype), layout=run.layout, row_group=run.row_group)
+        self.executables = Executables(model, run, progress)
+        self.model = model
+        self._state: DecodeState | None = None
+        self.prefill_s = 0.0
+        self.dispatches = 0
+        self.host_s = 0.0
+
+    def decode(
+        self,
+        requests: list[Request],
+        drafter: Drafter,
+        drafts: int,
+        n_top: int | None,
+        cut: Callable[[int, list[int]], int | None],
+    ) -> Iterator[Step]:
+        """Decodes up to `run.slots` requests together, yielding tokens as they arrive.
+
+        `cut(index, token_ids)` sees each round's tokens of a request with stop strings before they are yielded and returns
+        how many of them the answer keeps if it ends there.
+        """
+        slots = np.zeros(1 << (len(requests) - 1).bit_length(), np.int32)
+        slots[: len(requests)] = 1 + np.arange(len(requests))
+        state = self._take_state(drafter)
+        try:
+            state = self._open(state, requests, drafter, drafts, n_top, slots)
+            for state, steps in self._rounds(state, requests, drafter, drafts, n_top, slots, cut):  # noqa: B007
+                self._state = state
+                yield from steps
+        except BaseException as error:
+            # A step that failed half-way has consumed its donated state: the next batch starts from a new one. A closed
+            # generator has not.
+            if not isinstance(error, GeneratorExit):
+                self._state = None
+            raise
+
+    def acceptance(self, count: int) -> list[Acceptance]:
+        """Acceptance of the first `count` slots' requests, as counted on the device."""
+        assert self._state is not None
+        counters = jax.device_get(self._state.counters)
+        return [Acceptance(**{f: getattr(counters, f)[slot] for f in counters.__dataclass_fields__}) for slot in range(1, count + 1)]
+
+    def logits(self, prompt: np.ndarray) -> np.ndarray:
+        """Float32 logits [T, V] of every position of a prompt, by prefill."""
+        state = self._take_state(None)
+        state = self.executables.open(state, self._values(prompt, SamplingParams()))(state, jnp.int32(1), self._values(prompt, SamplingParams()))
+        parts = []
+        for tokens, n in self._chunks(prompt):
+            out, state = self.executables.hiddens(tokens.size, self.params, state)(self.params, state, jnp.int32(1), tokens, jnp.int32(n))
+            parts.append(np.asarray(out)[:n])
+        self._state = state
+        return np.concatenate(parts)
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def _take_state(self, drafter: Drafter | None) -> DecodeState:
+        state, self._state = self._state, None
+        if state is None:
+            state = init_decode(self.config, self.run)
+        extra = drafter.init(self.config, self.run) if drafter else ()
+        return dataclasses.replace(state, drafter=extra)
+
+    def _values(self, prompt: np.ndarray, params: SamplingParams) -> Any:
+        return request_values(self.config, self.run, prompt, params)
+
+    def _chunks(self, prompt: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+        """The prompt on the grid of absolute positions: whole chunks, then a part in the smallest size that holds it."""
+        whole = self.run.prefill_chunk
+        sizes = sorted({*(s for s in PREFILL_SIZES if s < whole), whole})
+        for start in range(0, prompt.size, whole):
+            part = prompt[start : start + whole]
+            size = next(s for s in sizes if s >= part.size)
+            yield np.pad(part, (0, size - part.size)).astype(np.int32), part.size
+
+    def _open(self, state: DecodeState, requests: list[Request], drafter: Drafter, drafts: int, n_top: int | None, slots: np.ndarray) -> DecodeState:
+        """Compiles what the batch needs, then prefills every prompt but for its last token, which the first round reads."""
+        values = [self._values(r.prompt, r.params) for r in requests]
+        open_slot, start_slot = self.executables.open(state, values[0]), self.executables.start(state)
+        self.executables.dispatch(drafter, drafts + 1, n_top, self.params, state, jnp.asarray(slots))
+        chunks = [list(self._chunks(r.prompt[:-1])) for r in requests]
+        for size in sorted({tokens.size for parts in chunks for tokens, _ in parts}):
+            self.executables.prefill(size, self.params, state)
+        if any(r.params.stop for r in requests):
+            self.executables.cut(state)
+        began = time.perf_counter()
+        for i, request in enumerate(requests):
+            slot = jnp.int32(i + 1)
+            state = open_slot(state, slot, values[i])
+            for tokens, n in chunks[i]:
+                state = self.executables.prefill(tokens.size, self.params, state)(self.params, state, slot, tokens, jnp.int32(n))
+            state = start_slot(state, slot)
+            if isinstance(drafter, ScriptedDrafter) and request.script is not None:
+                script = np.zeros(self.run.max_length + 1, np.int32)
+                full = np.concatenate([request.prompt, request.script])[: script.size]
+                script[: full.size] = full
+                acceptance, scripts = state.drafter
+                state = dataclasses.replace(state, drafter=(acceptance, scripts.at[i + 1].set(script)))
+        self.prefill_s += time.perf_counter() - began
+        return state
+
+    def _rounds(
+        self, state: DecodeState, requests: list[Request], drafter: Drafter, drafts: int, n_top: int | None, slots: np.ndarray, cut: Any
+    ) -> Iterator[tuple[DecodeState, list[Step]]]:
+        run_rounds = self.executables.dispatch(drafter, drafts + 1, n_top, self.params, state, jnp.asarray(slots))
+        # A stop string is found on the host, which may then have to take back part of the last round: no round may follow it.
+        eager = any(r.params.stop for r in requests)
+        depth, rounds = (1, 1) if eager else (2, self.run.rounds_per_dispatch)
+        finished = [False] * len(requests)
+        on_device = jnp.asarray(slots)
+        flying: collections.deque[Any] = collections.deque()
+        count = jnp.int32(1)  # the first round alone: the first token need not wait for the others
+        while not all(finished):
+            while len(flying) < depth:
+                began = time.perf_counter()
+                state, emitted, finish = run_rounds(self.params, state, on_device, count)
+                self.host_s += time.perf_counter() - began
+                self.dispatches += 1
+                flying.append((emitted, finish))
+                count = jnp.int32(rounds)
+            emitted, finish = jax.device_get(flying.popleft())
+            steps: list[Step] = []
+            for i, request in enumerate(requests):
+                if finished[i]:
+                    continue
+                step, keep = self._read(i, request, emitted, int(finish[i]), cut)
+                if keep is not None:
+                    state = self.executables.cut(state)(state, jnp.int32(i + 1), jnp.int32(keep))
+                finished[i] = step.finish_reason is not None
+                if step.token_ids or finished[i]:
+                    steps.append(step)
+            yield state, steps
+
+    def _read(self, i: int, request: Request, emitted: Any, finish: int, cut: Any) -> tuple[Step, int | None]:
+        """One request's part of a dispatch; also how many of its tokens a stop string leaves, if one was found."""
+        rounds = range(emitted.tokens.shape[0])
+        token_ids = [int(t) for r in rounds for t in emitted.tokens[r, i, : emitted.counts[r, i]]]
+        reason = None if finish == RUNNING else FINISH_REASONS[finish]
+        keep = cut(i, token_ids) if request.params.stop and token_ids else None
+        if keep is not None:
+            token_ids, reason = token_ids[:keep], "stop"
+        logprobs = top = None
+        if request.params.logprobs:
+            places = [(r, k) for r in rounds for k in range(emitted.counts[r, i])][: len(token_ids)]
+            logprobs = [float(emitted.logprobs[r, i, k]) for r, k in places]
+            n = request.params.top_logprobs
+            pairs = [zip(emitted.top_ids[r, i, k, :n], emitted.top_logprobs[r, i, k, :n], strict=True) for r, k in places]
+            top = [[(int(t), float(p)) for t, p in pair] for pair in pairs]
+        return Step(i, token_ids, logprobs, top, reason), keep

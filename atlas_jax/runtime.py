@@ -1,0 +1,281 @@
+"""The Python API: load a model, generate, stream, score."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+import numpy as np
+
+from atlas_jax.config import ModelConfig, RunConfig
+from atlas_jax.decode.drafters import DRAFTERS, Drafter, MtpChain, NoDrafter, drafter_named
+from atlas_jax.decode.executables import Progress
+from atlas_jax.decode.loop import Loop, Request, Step
+from atlas_jax.decode.request import SamplingParams
+from atlas_jax.decode.stops import StopMatcher
+from atlas_jax.errors import ConfigError, RequestError
+from atlas_jax.metrics import Acceptance
+from atlas_jax.text.chat import render_chat
+from atlas_jax.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message] | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Seconds and milliseconds of one completion; compilation is not part of the others."""
+
+    compile_s: float
+    ttft_ms: float  # from the call to the first token
+    tpot_ms: float  # mean time of each token after the first
+    tokens_per_s: float  # of the whole answer, the prompt's prefill included
+
+    def to_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One answer. `finish_reason`: "stop" (a stop id or string), "length", or "error" (logits were not finite)."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    acceptance: Acceptance
+    timings: Timings
+    prompt_tokens: int
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        out["acceptance"], out["timings"] = self.acceptance.to_dict(), self.timings.to_dict()
+        return {k: v for k, v in out.items() if v is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """A piece of a streamed answer; the last one carries the whole completion."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None
+    completion: Completion | None = None
+
+
+class Answer:
+    """Collects one request's tokens into text, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self.params = params
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
+        self.first_at = self.last_at = 0.0
+        self.finish_reason: str | None = None
+        self._decoder = tokenizer.stream() if tokenizer else None
+        self._stops = StopMatcher(params.stop)
+        self._pieces: list[str] = []
+
+    def cut(self, token_ids: list[int]) -> int | None:
+        """Feeds a round's tokens to the stop matcher; how many of them the answer keeps if a stop string is complete."""
+        for i, token in enumerate(token_ids):
+            self._pieces.append(self._stops.push(self._decoder.push(token) if self._decoder else ""))
+            if self._stops.stopped:
+                return i + 1
+        return None
+
+    def add(self, step: Step) -> str:
+        """Takes a step's tokens; returns the text that may now be shown."""
+        now = time.perf_counter()
+        if step.token_ids:
+            self.first_at, self.last_at = self.first_at or now, now
+        self.token_ids += step.token_ids
+        self.logprobs += step.logprobs or []
+        self.top_logprobs += step.top_logprobs or []
+        self.finish_reason = step.finish_reason
+        if not self.params.stop and self._decoder:
+            self._pieces += [self._decoder.push(token) for token in step.token_ids]
+        if self.finish_reason and self._decoder and not self._stops.stopped:
+            self._pieces.append(self._stops.push(self._decoder.flush()) + self._stops.flush())
+        text, self._pieces = "".join(self._pieces), []
+        return text
+
+
+class Runtime:
+    """A loaded model, ready to decode. One call runs at a time; others wait.
+
+    Attributes:
+        config, run: what the model is, how it is run.
+        params: the Flax parameters, plain arrays; `loop.model` is the Flax module they belong to.
+    """
+
+    def __init__(
+        self, config: ModelConfig, run: RunConfig, params: Any, tokenizer: Tokenizer | None = None, progress: Progress | None = None
+    ) -> None:
+        if run.max_length > config.max_position_embeddings:
+            raise ConfigError(f"max_length {run.max_length} is beyond the model's {config.max_position_embeddings} positions")
+        self.config, self.run, self.params, self.tokenizer = config, run, params, tokenizer
+        self.loop = Loop(config, run, params, progress)
+        self._lock = threading.Lock()
+
+    @property
+    def default_drafter(self) -> str:
+        return "mtp" if self.config.has_mtp else "none"
+
+    def encode(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any) -> np.ndarray:
+        """Token ids of text, of ids, or of chat messages rendered with the model's template.
+
+        Raises:
+            RequestError: the prompt is empty, too long, holds unknown ids, or needs a tokenizer that the model lacks.
+        """
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+            if self.tokenizer is None:
+                raise RequestError("this model has no tokenizer.json; give the prompt as token ids")
+            text = prompt if isinstance(prompt, str) else render_chat(self.tokenizer, prompt, tools=tools, **template)
+            ids: Sequence[Any] = self.tokenizer.encode(text)
+        else:
+            ids = prompt  # pyright: ignore[reportAssignmentType]
+        if not len(ids):
+            raise RequestError("the prompt is empty; give at least one token")
+        if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
+            raise RequestError("a prompt is text, a list of token ids, or a list of chat messages")
+        if min(ids) < 0 or max(ids) >= self.config.vocab_size:
+            raise RequestError(f"token ids must lie in 0 … {self.config.vocab_size - 1}, got {min(ids)} … {max(ids)}")
+        return np.asarray(ids, np.int32)
+
+    def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Any:
+        """Completes one prompt, or several together (a list of prompts gives a list of completions).
+
+        Args:
+            prompt: text, token ids, or chat messages; or a list of these.
+            **options: `drafter` (a name or a Drafter; default "mtp" where the model has a head), `drafts` (default 3),
+                every field of `SamplingParams` (max_tokens, temperature, top_k, top_p, min_p, seed, stop, …), `tools` and
+                `enable_thinking` for chat messages, `script` (the known answer, for a ScriptedDrafter).
+
+        Raises:
+            RequestError: naming the option and what is allowed, before anything runs.
+        """
+        many = is_batch(prompt)
+        prompts: Sequence[Any] = prompt if many else [prompt]  # pyright: ignore[reportAssignmentType]
+        completions: list[Completion] = []
+        for start in range(0, len(prompts), self.run.slots):
+            wave = prompts[start : start + self.run.slots]
+            done = {i: d.completion for i, d in self._stream(wave, options) if d.completion}
+            completions += [done[i] for i in range(len(wave))]
+        return completions if many else completions[0]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
+        """Completes one prompt, yielding text as it is decided. Options are those of `generate`. Closing the iterator cancels."""
+        if is_batch(prompt):
+            raise RequestError("stream takes one prompt; use generate for several")
+        return (delta for _, delta in self._stream([prompt], options))
+
+    def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Float32 logits [T, V] of the next token at every position."""
+        ids = self._fit(self.encode(token_ids), 0)
+        with self._lock:
+            return self.loop.logits(ids)
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def _fit(self, ids: np.ndarray, max_tokens: int) -> np.ndarray:
+        if ids.size + max_tokens > self.run.max_length:
+            raise RequestError(
+                f"the prompt has {ids.size} tokens and {max_tokens} more were asked for, but a sequence holds {self.run.max_length}; "
+                f"shorten them or load with a larger max_length (the model's limit is {self.config.max_position_embeddings})"
+            )
+        return ids
+
+    def _request(self, prompt: Prompt, options: Mapping[str, Any]) -> Request:
+        template = {k: options[k] for k in ("tools", "enable_thinking") if options.get(k) is not None}
+        fields = {f.name for f in dataclasses.fields(SamplingParams)}
+        values = {k: v for k, v in options.items() if k in fields and v is not None}
+        for name in ("stop", "stop_token_ids"):
+            if name in values:
+                one = isinstance(values[name], (str, int))
+                values[name] = (values[name],) if one else tuple(values[name])
+        params = SamplingParams(**values)
+        params.validate(self.config.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
+        script = options.get("script")
+        return Request(self._fit(self.encode(prompt, **template), params.max_tokens), params, None if script is None else self.encode(script))
+
+    def _drafting(self, options: Mapping[str, Any]) -> tuple[Drafter, int]:
+        drafter = options.get("drafter")
+        drafter = self.default_drafter if drafter is None else drafter
+        drafter = drafter_named(drafter) if isinstance(drafter, str) else drafter
+        if isinstance(drafter, MtpChain) and not self.config.has_mtp:
+            raise RequestError("drafter 'mtp' needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'none'")
+        if not callable(getattr(drafter, "propose", None)):
+            raise RequestError(f"drafter must be one of {', '.join(DRAFTERS)} or an object with `init` and `propose`, got {drafter!r}")
+        drafts = options.get("drafts")
+        if drafts is None:
+            drafts = 0 if isinstance(drafter, NoDrafter) else min(3, self.run.max_drafts)
+        if isinstance(drafts, bool) or not isinstance(drafts, (int, np.integer)) or not 0 <= drafts <= self.run.max_drafts:
+            raise RequestError(f"drafts must be an integer in 0 … {self.run.max_drafts} (load with a larger max_drafts for more), got {drafts!r}")
+        return drafter, 0 if isinstance(drafter, NoDrafter) else int(drafts)
+
+    def _stream(self, prompts: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[int, Delta]]:
+        known = {f.name for f in dataclasses.fields(SamplingParams)} | {"drafter", "drafts", "tools", "enable_thinking", "script"}
+        if unknown := sorted(set(options) - known):
+            raise RequestError(f"unknown option {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        requests = [self._request(p, options) for p in prompts]
+        drafter, drafts = self._drafting(options)
+        return self._decode(requests, drafter, drafts)
+
+    def _decode(self, requests: list[Request], drafter: Drafter, drafts: int) -> Iterator[tuple[int, Delta]]:
+        with self._lock:
+            answers = [Answer(self.tokenizer, r.params) for r in requests]
+            logged = [r.params.top_logprobs for r in requests if r.params.logprobs]
+            executables = self.loop.executables
+            began, compiled_before = time.perf_counter(), executables.compile_s
+            cut = lambda i, token_ids: answers[i].cut(token_ids)  # noqa: E731
+            for step in self.loop.decode(requests, drafter, drafts, max(logged) if logged else None, cut):
+                answer = answers[step.index]
+                text = answer.add(step)
+                completion = None
+                if step.finish_reason:
+                    compile_s = executables.compile_s - compiled_before
+                    acceptance = self.loop.acceptance(len(requests))[step.index]
+                    completion = self._complete(requests[step.index], answer, began + compile_s, compile_s, acceptance)
+                yield step.index, Delta(step.token_ids, text, step.finish_reason, completion)
+
+    def _complete(self, request: Request, answer: Answer, began: float, compile_s: float, acceptance: Acceptance) -> Completion:
+        count, elapsed = len(answer.token_ids), answer.last_at - began
+        timings = Timings(
+            compile_s=compile_s,
+            ttft_ms=1e3 * (answer.first_at - began) if count else 0.0,
+            tpot_ms=1e3 * (answer.last_at - answer.first_at) / (count - 1) if count > 1 else 0.0,
+            tokens_per_s=count / elapsed if count and elapsed > 0 else 0.0,
+        )
+        token_ids = answer.token_ids
+        text = self.tokenizer.decode(token_ids) if self.tokenizer else ""
+        if answer.params.stop and self.tokenizer:
+            text = StopMatcher(answer.params.stop).cut(text)
+        logged = request.params.logprobs
+        return Completion(
+            token_ids=token_ids,
+            text=text,
+            finish_reason=answer.finish_reason or "error",
+            acceptance=acceptance,
+            timings=timings,
+            prompt_tokens=request.prompt.size,
+            logprobs=answer.logprobs if logged else None,
+            top_logprobs=answer.top_logprobs if logged and request.params.top_logprobs else None,
+        )
+
+
+def is_batch(prompt: Any) -> bool:
+    """Whether `prompt` is a list of prompts rather than one."""
+    if isinstance(prompt, (str, np.ndarray)) or not len(prompt):
+        return False
+    return isinstance(prompt[0], str) or (isinstance(prompt[0], (Sequence, np.ndarray)) and not isinstance(prompt[0], Mapping))

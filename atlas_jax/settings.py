@@ -1,0 +1,22 @@
+"""The one module that reads environment variables and sets JAX's global options."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled executables on disk, unless the user has chosen a place (or none) already.
+
+    `ATLAS_JAX_CACHE` names the folder; empty switches the cache off.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = os.environ.get("ATLAS_JAX_CACHE", str(home / "atlas_jax" / "xla"))
+    if folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
