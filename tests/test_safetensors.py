@@ -89,7 +89,7 @@ DAMAGED = {
     "JSON object is needed": encode([]),
     "the key 'x' is there twice": encode(TWICE, EIGHT),
     "__metadata__ must": encode({"__metadata__": {"a": 1}}),
-    "needs data_offsets, dtype, shape": encode({"x": {"dtype": "F32"}}),
+    "needs dtype, shape and data_offsets": encode({"x": {"dtype": "F32"}}),
     "unknown dtype 'F6_E2M3'": encode({"x": entry("F6_E2M3")}, EIGHT),
     "unknown dtype 3": encode({"x": entry(3)}, EIGHT),
     "shape must": encode({"x": entry(shape=[-2])}, EIGHT),

@@ -181,24 +181,35 @@ def _header(path: pathlib.Path, data: mmap.mmap) -> tuple[dict[str, Entry], dict
 
 
 def _entry(path: pathlib.Path, name: str, about: Any, base: int, size: int) -> Entry:
-    def need(condition: bool, what: str) -> None:
-        if not condition:
-            raise CheckpointError(f"{path}: tensor {short(name)}: {what}; {AGAIN}")
+    complaint = _complaint(about, size - base)
+    if complaint:
+        raise CheckpointError(f"{path}: tensor {short(name)}: {complaint}; {AGAIN}")
+    start, stop = about["data_offsets"]
+    return Entry(path, about["dtype"], tuple(about["shape"]), base + start, base + stop)
 
-    def naturals(value: Any) -> bool:
-        return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
 
-    fields = {"dtype", "shape", "data_offsets"}
-    need(isinstance(about, dict) and set(about) == fields, f"needs {', '.join(sorted(fields))}, found {short(about)}")
+def _complaint(about: Any, space: int) -> str | None:
+    """What is wrong with a tensor's description, given the bytes of data in the file."""
+    if not isinstance(about, dict) or set(about) != {"dtype", "shape", "data_offsets"}:
+        return f"needs dtype, shape and data_offsets, found {short(about)}"
     dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
-    known = isinstance(dtype, str) and dtype in DTYPES
-    need(known, f"unknown dtype {short(dtype)} (known: {', '.join(DTYPES)})")
-    need(naturals(shape) and len(shape) <= 32, f"shape must be at most 32 natural numbers, found {short(shape)}")
-    need(naturals(offsets) and len(offsets) == 2, f"data_offsets must be two natural numbers, found {short(offsets)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        return f"unknown dtype {short(dtype)} (known: {', '.join(DTYPES)})"
+    if not _naturals(shape) or len(shape) > 32:
+        return f"shape must be at most 32 natural numbers, found {short(shape)}"
+    if not _naturals(offsets) or len(offsets) != 2:
+        return f"data_offsets must be two natural numbers, found {short(offsets)}"
     # An empty tensor needs no bytes however long its other sides are, but numpy multiplies them.
-    need(math.prod(max(side, 1) for side in shape) < 1 << 58, f"shape {shape} is too large")
+    if math.prod(max(side, 1) for side in shape) >= 1 << 58:
+        return f"shape {shape} is too large"
     start, stop = offsets
-    need(start <= stop <= size - base, f"bytes {start} … {stop} are not within the {size - base} bytes of data")
+    if not start <= stop <= space:
+        return f"bytes {start} … {stop} are not within the {space} bytes of data"
     bits = math.prod(shape) * DTYPES[dtype].bits
-    need(bits == 8 * (stop - start), f"{dtype} {shape} takes {bits / 8:g} bytes, data_offsets span {stop - start}")
-    return Entry(path, dtype, tuple(shape), base + start, base + stop)
+    if bits != 8 * (stop - start):
+        return f"{dtype} {shape} takes {bits / 8:g} bytes, data_offsets span {stop - start}"
+    return None
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
