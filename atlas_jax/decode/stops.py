@@ -9,8 +9,8 @@ class StopMatcher:
     """Cuts a stream of text before the first stop string, and says how much of it may be shown so far.
 
     Push the text that each token adds ("" for a token that ends inside a character: only whole characters are text).
-    After each push `stopped` says whether that token completed a stop string. Text that may yet turn out to begin one is
-    held back, never more than the longest stop string less one character.
+    After each push `stopped` says whether that token completed a stop string. Text that may yet turn out to begin one
+    is held back, never more than the longest stop string less one character.
 
     The string that is complete first wins, and of those that end together the longest, so the cut depends on the text
     alone and not on how it was divided into tokens.

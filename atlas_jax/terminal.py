@@ -1,0 +1,79 @@
+"""What the command line shows: the answer on stdout, and progress on stderr where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+
+# A model's text must not move the cursor or retitle the window.
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+
+
+def say(text: str, end: str = "") -> None:
+    """Writes a piece of an answer to stdout at once; on a terminal, without control characters."""
+    sys.stdout.write((text.translate(_CONTROLS) if sys.stdout.isatty() else text) + end)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A remark for whoever watches: on stderr, and only on a terminal."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Bars on stderr while a model is loaded and compiled: call it with bytes (done, total), or with what is compiled.
+
+    It vanishes when `clear` is called, as must happen before an answer is shown, and comes back with the next event.
+    """
+
+    def __init__(self) -> None:
+        self._bars: Bars | None = None
+        self._tasks: dict[str, Any] = {}
+        self._compiling = 0
+
+    def __call__(self, event: str | int, total: int | None = None) -> None:
+        if not sys.stderr.isatty():
+            return
+        if isinstance(event, str):
+            self._compiling += 1
+            self._show("compiling", f"compiling {event[:60]} ({self._compiling})", None, None)
+        else:
+            self._show("loading", f"loading {(total or event) / 1e6:,.0f} MB", event, total)
+
+    def _show(self, kind: str, description: str, done: int | None, total: int | None) -> None:
+        if self._bars is None:
+            from rich.console import Console
+            from rich.progress import Progress as Bars
+            from rich.progress import TimeElapsedColumn
+
+            bars = Bars(
+                *Bars.get_default_columns()[:3],
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            bars.start()
+            self._bars, self._tasks = bars, {}
+        if kind not in self._tasks:
+            self._tasks[kind] = self._bars.add_task(description, total=total)
+        self._bars.update(self._tasks[kind], description=description, completed=done, total=total)
+
+    def clear(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clear()
