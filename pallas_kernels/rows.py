@@ -1,8 +1,10 @@
 """Ways to run rows and sequences such that the bits of one do not depend on how many others run beside it.
 
 A library picks its algorithm (blocking, split of the reduction) by shape, so a row of a one-row product and the same row of a
-five-row product may differ in the last bit. Here rows always pass in groups of one fixed size and sequences one at a time: what is
-compiled for an operation has one shape in every executable, and a row's result depends on that row and the weights alone.
+five-row product may differ in the last bit; and what a compiler fuses with an operation decides which products and sums it
+contracts. Here rows always pass in groups of one fixed size, and each group is an iteration of a loop whose bound is known only
+at run time: the body is compiled by itself, with the same shapes in every executable. A row's result then depends on that row
+and the weights alone.
 """
 
 from __future__ import annotations
@@ -21,31 +23,40 @@ def pad_rows(x: Array, group: int) -> Array:
     return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
 
 
-def guarded(f: Callable[..., Any], *xs: Any) -> Any:
-    """`f(*xs)` with nothing fused across its border, so that its inside is compiled alike wherever it stands."""
-    return jax.lax.optimization_barrier(f(*jax.lax.optimization_barrier(xs)))
-
-
-def by_row_group(f: Callable[..., Any], group: int, *rows: Array) -> Any:
+def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) -> Any:
     """Applies `f`, a function of `group` rows, to every group of `rows` (arrays with one common leading axis R).
+
+    Args:
+        count: how many leading rows matter, at run time; groups past them are skipped and yield zeros. It must be computed
+            from the call's inputs: a constant would let the compiler dissolve the loop.
 
     Returns: what `f` returns, with leading axis R again.
     """
-    count = rows[0].shape[0]
+    R = rows[0].shape[0]
     padded = [pad_rows(x, group) for x in rows]
-    groups = padded[0].shape[0] // group
-    if groups == 1:
-        out = guarded(f, *padded)
-    else:
-        split = tuple(x.reshape(groups, group, *x.shape[1:]) for x in padded)
-        out = jax.lax.map(lambda xs: guarded(f, *xs), split)
-        out = jax.tree.map(lambda y: y.reshape(groups * group, *y.shape[2:]), out)
-    return jax.tree.map(lambda y: y[:count], out)
+    total = padded[0].shape[0]
+    part = lambda i: [jax.lax.dynamic_slice_in_dim(x, i * group, group) for x in padded]  # noqa: E731
+    shapes = jax.eval_shape(lambda i: f(*part(i)), jnp.int32(0))
+    zeros = jax.tree.map(lambda s: jnp.zeros((total, *s.shape[1:]), s.dtype), shapes)
+
+    def body(i: Array, out: Any) -> Any:
+        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * group, 0)  # noqa: E731
+        return jax.tree.map(put, out, f(*part(i)))
+
+    out = jax.lax.fori_loop(0, (jnp.minimum(count, R) + group - 1) // group, body, zeros)
+    return jax.tree.map(lambda y: y[:R], out)
 
 
 def by_sequence(f: Callable[..., Any], *xs: Any) -> Any:
-    """Applies `f` to each sequence of `xs`, pytrees of arrays with one common leading axis B."""
+    """Applies `f` to each sequence of `xs`, pytrees of arrays with one common leading axis B.
+
+    What must not depend on B belongs into a loop with a run-time bound inside `f`.
+    """
     if jax.tree.leaves(xs)[0].shape[0] == 1:
-        out = guarded(f, *jax.tree.map(lambda x: x[0], xs))
-        return jax.tree.map(lambda y: y[None], out)
-    return jax.lax.map(lambda x: guarded(f, *x), xs)
+        return jax.tree.map(lambda y: y[None], f(*jax.tree.map(lambda x: x[0], xs)))
+    return jax.lax.map(lambda x: f(*x), xs)
+
+
+def live_rows(n_rows: Array, K: int) -> Array:
+    """Where the last live row of B sequences with `n_rows` of K rows each stands, plus one, when they lie one after another."""
+    return jnp.max(jnp.where(n_rows > 0, jnp.arange(n_rows.shape[0]) * K + n_rows, 0))

@@ -14,7 +14,7 @@ from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, Counters, Decod
 from atlas_jax.models import HybridModel
 from atlas_jax.shapes import Array, Bool, Float, Int
 from atlas_jax.state import commit
-from pallas_kernels.rows import by_row_group
+from pallas_kernels.rows import by_row_group, live_rows
 
 
 class Emitted(NamedTuple):
@@ -141,7 +141,7 @@ def run_round(
 
     logits, hidden, target = model.apply(params, target, slots, tokens, n_rows, method="verify")
     finite = jnp.isfinite(logits).all(-1) | (jnp.arange(K) >= n_rows[:, None])
-    picks = sampling.pick(state.sampler, slots, logits, tokens, length + 1, model.row_group)
+    picks = sampling.pick(state.sampler, slots, logits, tokens, length + 1, n_rows, model.row_group)
     verdict = accept(tokens, picks, finite, n_rows, state.remaining[slots], state.stop_ids[slots], state.finish[slots])
     n = verdict.emitted
     target = commit(target, slots, n, hidden)
@@ -165,15 +165,15 @@ def run_round(
         counters=count(state.counters, slots, n_rows, verdict),
         drafter=drafter_state,
     )
-    return state, (picks, n, *_log_probabilities(logits, picks, n_top, model.row_group))
+    return state, (picks, n, *_log_probabilities(logits, picks, n_rows, n_top, model.row_group))
 
 
-def _log_probabilities(logits: Array, picks: Array, n_top: int | None, row_group: int) -> tuple[Array, Array, Array]:
+def _log_probabilities(logits: Array, picks: Array, n_rows: Array, n_top: int | None, row_group: int) -> tuple[Array, Array, Array]:
     B, K, V = logits.shape
     if n_top is None:
         return jnp.zeros((B, 0)), jnp.zeros((B, K, 0)), jnp.zeros((B, K, 0), jnp.int32)
     f = lambda x, t: sampling.log_probabilities(x, t, n_top)  # noqa: E731
-    out = by_row_group(f, row_group, logits.reshape(B * K, V), picks.reshape(-1))
+    out = by_row_group(f, row_group, live_rows(n_rows, K), logits.reshape(B * K, V), picks.reshape(-1))
     return tuple(x.reshape(B, K, *x.shape[1:]) for x in out)  # pyright: ignore[reportReturnType]
 
 

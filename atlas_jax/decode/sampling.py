@@ -23,7 +23,7 @@ import numpy as np
 
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.shapes import Array, Bool, Float, Int, UInt32
-from pallas_kernels.rows import by_row_group
+from pallas_kernels.rows import by_row_group, live_rows
 
 
 @jax.tree_util.register_dataclass
@@ -209,9 +209,10 @@ def pick(
     logits: Float[Array, "B K V"],
     tokens: Int[Array, "B K"],
     position: Int[Array, " B"],
+    n_rows: Int[Array, " B"],
     row_group: int,
 ) -> Int[Array, "B K"]:
-    """The target's own token after each row of a verify, `row_group` rows at a time.
+    """The target's own token after each row of a verify, `row_group` rows at a time. Rows at and past `n_rows` are undefined.
 
     Args:
         tokens: what the rows read: the last emitted token, which `state` has counted (unless it is the prompt's last),
@@ -219,8 +220,9 @@ def pick(
         position: of the token that row 0 picks; row t picks the one at position + t.
     """
     B, K, V = logits.shape
-    flat = logits.reshape(B * K, V)
-    greedy = lambda: by_row_group(lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32), row_group, flat)  # noqa: E731
+    flat, count = logits.reshape(B * K, V), live_rows(n_rows, K)
+    best = lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32)  # noqa: E731
+    greedy = lambda: by_row_group(best, row_group, count, flat)  # noqa: E731
 
     def sampled():
         each = lambda x: jnp.repeat(x[slots], K, axis=0)  # noqa: E731
@@ -232,6 +234,7 @@ def pick(
         return by_row_group(
             choose,
             row_group,
+            count,
             each(state.seed),
             at,
             values[0] == 0,

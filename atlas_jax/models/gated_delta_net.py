@@ -19,6 +19,7 @@ class Projected(NamedTuple):
     mixed: Float[Array, "*rows C"]  # queries, keys and values before the convolution
     gate: Float[Array, "*rows Hv Dv"]
     log_decay: Float[Array, "*rows Hv"]  # float32
+    decay: Float[Array, "*rows Hv"]  # its exponential
     beta: Float[Array, "*rows Hv"]  # float32
 
 
@@ -44,7 +45,7 @@ class GatedDeltaNet(Block):
         )
         gate = gate.reshape(*x.shape[:-1], c.linear_num_value_heads, c.linear_value_head_dim)
         log_decay = -jnp.exp(self.a_log[i]) * jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[i])
-        return Projected(mixed, gate, log_decay, jax.nn.sigmoid(b).astype(jnp.float32))
+        return Projected(mixed, gate, log_decay, jnp.exp(log_decay), jax.nn.sigmoid(b).astype(jnp.float32))
 
     def convolve(self, windows: Float[Array, "*rows W C"], i: int) -> tuple[Array, Array, Array]:
         """Rows' windows, oldest first -> float32 queries [..., Hk, Dk] (unit length, scaled), keys (unit length), values [..., Hv, Dv]."""

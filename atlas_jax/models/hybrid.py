@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,12 +18,11 @@ from atlas_jax.models.drafter import MtpDrafter
 from atlas_jax.models.feed_forward import feed_forward
 from atlas_jax.models.layers import rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
-from atlas_jax.state.snapshots import shift_window
+from atlas_jax.state.snapshots import settle, shift_window
 from atlas_jax.state.target import TargetState
 from pallas_kernels import gated_delta, paged_attention
-from pallas_kernels.gated_delta import Journal
 from pallas_kernels.linear import linear
-from pallas_kernels.rows import by_row_group, by_sequence
+from pallas_kernels.rows import by_row_group, live_rows
 
 Rows = Callable[..., Any]
 
@@ -71,16 +71,15 @@ class HybridModel(nn.Module):
         weight = self.embedding if self.config.tie_word_embeddings else self.head
         return linear(hidden, weight, transposed=self.config.tie_word_embeddings)
 
-    def grouped_logits(self, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """`logits`, a row group at a time: what every decoding step uses."""
-        return by_row_group(self.logits, self.row_group, hidden)
-
     def drafter_hidden(self, hidden: Hidden) -> Float[Array, "*rows D"]:
         """The hidden that the drafter reads (`config.mtp_hidden`)."""
         return hidden.post_norm if self.config.mtp_hidden == "post_norm" else hidden.pre_norm
 
     def final(self, x: Float[Array, "*rows D"]) -> Hidden:
         return Hidden(x, rms_norm(x, self.final_norm, self.config.rms_norm_eps))
+
+    def _rows(self, count: Array, f: Callable[..., Any], *xs: Array) -> Any:
+        return by_row_group(f, self.row_group, count, *xs)
 
     def _after_mixer(self, x: Array, mixed: Array, layer: int, few_rows: bool) -> Array:
         x = x + mixed
@@ -148,52 +147,40 @@ class HybridModel(nn.Module):
         Returns: float32 logits, the hiddens that the drafter reads, and the state with the new rows in its journal.
         """
         B, K = tokens.shape
-        start, pending = state.length[slots], state.pending[slots]
+        state = settle(state, slots)
+        start = state.base[slots]
         position = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
-        rows = lambda f, *xs: by_row_group(f, self.row_group, *xs)  # noqa: E731
+        rows = functools.partial(self._rows, live_rows(n_rows, K))
         split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
         flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
         table = state.page_table[slots]
+        h, conv = take(state.h, slots), take(state.conv, slots)
         width = self.config.linear_conv_kernel_dim
+        journal: list[tuple[Array, ...]] = []
 
-        def linear_mixer(p: gdn.Projected, s: TargetState, i: int):
-            journal = Journal(*(take(x, i, slots) for x in (s.journal_k, s.journal_u, s.journal_decay)))
-            h = gated_delta.fold(take(s.h, i, slots), journal, pending)
-            conv = by_sequence(shift_window, take(s.conv, i, slots), take(s.journal_conv, i, slots), pending)
-            mixed = split(p.mixed)
-            window = windows(jnp.concatenate([conv, mixed], axis=1), K, width)
+        def linear_mixer(p: gdn.Projected, pages: Array, i: int):
+            mixed, decay = split(p.mixed), split(p.decay)
+            window = windows(jnp.concatenate([conv[i], mixed], axis=1), K, width)
             q, k, v = (split(x) for x in rows(lambda w: self.linear_attention.convolve(w, i), flat(window)))
-            decay = jnp.exp(split(p.log_decay))
-            out, u = gated_delta.verify(h, q, k, v, decay, split(p.beta), n_rows)
-            s = dataclasses.replace(
-                s,
-                h=put(s.h, i, slots, h),
-                conv=put(s.conv, i, slots, conv),
-                journal_k=put(s.journal_k, i, slots, k),
-                journal_u=put(s.journal_u, i, slots, u),
-                journal_decay=put(s.journal_decay, i, slots, decay),
-                journal_conv=put(s.journal_conv, i, slots, mixed),
-            )
-            return flat(out), s
+            out, u = gated_delta.verify(h[i], q, k, v, decay, split(p.beta), n_rows)
+            journal.append((k, u, decay, mixed))
+            return flat(out), pages
 
-        def full_mixer(p, s: TargetState, i: int):
-            pages = paged_attention.write(s.pages, i, split(p.k), split(p.v), table, start, n_rows)
+        def full_mixer(p, pages: Array, i: int):
+            pages = paged_attention.write(pages, i, split(p.k), split(p.v), table, start, n_rows)
             out = paged_attention.attend(split(p.q), pages, i, table, start, n_rows, row_group=self.row_group)
-            return flat(out), dataclasses.replace(s, pages=pages)
+            return flat(out), pages
 
-        x, state = self._layers(self.embed(flat(tokens)), flat(position), state, linear_mixer, full_mixer, rows, True)
+        x, pages = self._layers(self.embed(flat(tokens)), flat(position), state.pages, linear_mixer, full_mixer, rows, True)
 
         def finish(x: Array):
             hidden = self.final(x)
             return self.logits(hidden.post_norm), self.drafter_hidden(hidden)
 
         logits, hidden = rows(finish, x)
-        state = dataclasses.replace(
-            state,
-            rows=state.rows.at[slots].set(n_rows),
-            base=state.base.at[slots].set(start),
-            pending=state.pending.at[slots].set(0),
-        )
+        names = ("journal_k", "journal_u", "journal_decay", "journal_conv")
+        written = {name: put(getattr(state, name), slots, jnp.stack(x)) for name, x in zip(names, zip(*journal, strict=True), strict=True)}
+        state = dataclasses.replace(state, pages=pages, rows=state.rows.at[slots].set(n_rows), **written)
         return split(logits), split(hidden), state
 
     def prefill(
@@ -255,11 +242,11 @@ class HybridModel(nn.Module):
         Rows of committed tokens go in row groups, so that the drafter's cache does not depend on how they came. Speculative
         rows (`grouped=False`) are rewritten before anyone relies on them and skip the padding.
 
-        Returns: the drafter's normed hiddens, which its next step reads and `grouped_logits` turns into draft logits, and the
+        Returns: the drafter's normed hiddens, which its next step reads and `logits` turns into draft logits, and the
         state with the rows' keys and values in the drafter's layer.
         """
         B, K = tokens.shape
-        rows: Rows = (lambda f, *xs: by_row_group(f, self.row_group, *xs)) if grouped else at_once
+        rows: Rows = functools.partial(self._rows, live_rows(n_rows, K)) if grouped else at_once
         split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
         flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
         positions = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
@@ -281,18 +268,13 @@ def windows(x: Float[Array, "B padded C"], count: int, width: int) -> Float[Arra
     return jnp.stack([x[:, w : w + count] for w in range(width)], axis=2)
 
 
-def take(x: Float[Array, "L S *rest"], i: int, slots: Int[Array, " B"]) -> Float[Array, "B *rest"]:
-    """Slots' entries of layer `i`; one slot is a contiguous copy rather than a gather."""
-    if slots.shape[0] == 1:
-        return jax.lax.dynamic_index_in_dim(x[i], slots[0], 0)
-    return x[i, slots]
+def take(x: Float[Array, "L S *rest"], slots: Int[Array, " B"]) -> Float[Array, "L B *rest"]:
+    """Slots' entries; one slot is a contiguous copy rather than a gather."""
+    return jax.lax.dynamic_slice_in_dim(x, slots[0], 1, axis=1) if slots.shape[0] == 1 else x[:, slots]
 
 
-def put(x: Float[Array, "L S *rest"], i: int, slots: Int[Array, " B"], value: Array) -> Float[Array, "L S *rest"]:
-    """Writes slots' entries of layer `i`; a journal's later rows keep what they had."""
+def put(x: Float[Array, "L S M *rest"], slots: Int[Array, " B"], rows: Float[Array, "L B K *rest"]) -> Float[Array, "L S M *rest"]:
+    """Writes the first K rows of slots' journals."""
     if slots.shape[0] == 1:
-        index = (i, slots[0], *([0] * (value.ndim - 1)))
-        return jax.lax.dynamic_update_slice(x, value[None].astype(x.dtype), index)
-    if value.shape[1] < x.shape[2]:
-        return x.at[i, slots, : value.shape[1]].set(value.astype(x.dtype))
-    return x.at[i, slots].set(value.astype(x.dtype))
+        return jax.lax.dynamic_update_slice(x, rows.astype(x.dtype), (0, slots[0], *([0] * (x.ndim - 2))))
+    return x.at[:, slots, : rows.shape[2]].set(rows.astype(x.dtype))

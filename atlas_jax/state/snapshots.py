@@ -32,17 +32,21 @@ def shift_window(conv: Float[Array, "past C"], inputs: Float[Array, "M C"], n: I
 
 
 def settle(state: TargetState, slots: Int[Array, " B"]) -> TargetState:
-    """Folds the committed journal rows of `slots` into h and conv: base moves to the committed length, pending to 0."""
+    """Folds the committed journal rows of `slots` into h and conv: base moves to the committed length, pending to 0.
+
+    All layers at once: to the fold they are just more heads.
+    """
     pending = state.pending[slots]
-    h, conv = state.h, state.conv
-    for i in range(h.shape[0]):
-        journal = Journal(state.journal_k[i, slots], state.journal_u[i, slots], state.journal_decay[i, slots])
-        h = h.at[i, slots].set(fold(h[i, slots], journal, pending))
-        conv = conv.at[i, slots].set(jax.vmap(shift_window)(conv[i, slots], state.journal_conv[i, slots], pending))
+    L, _, Hv = state.h.shape[:3]
+    heads = lambda x: jnp.moveaxis(x[:, slots], 0, 2).reshape(*x[:, slots].shape[1:3], -1, *x.shape[4:])  # noqa: E731
+    journal = Journal(heads(state.journal_k), heads(state.journal_u), heads(state.journal_decay))
+    h = jnp.moveaxis(state.h[:, slots], 0, 1)
+    h = fold(h.reshape(h.shape[0], L * Hv, *h.shape[3:]), journal, pending).reshape(h.shape)
+    shift = jax.vmap(jax.vmap(shift_window), in_axes=(0, 0, None))
     return dataclasses.replace(
         state,
-        h=h,
-        conv=conv,
+        h=state.h.at[:, slots].set(jnp.moveaxis(h, 0, 1)),
+        conv=state.conv.at[:, slots].set(shift(state.conv[:, slots], state.journal_conv[:, slots], pending)),
         base=state.base.at[slots].add(pending),
         pending=state.pending.at[slots].set(0),
         rows=state.rows.at[slots].set(0),

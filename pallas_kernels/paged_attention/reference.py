@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.rows import by_row_group, by_sequence
+from pallas_kernels.rows import by_row_group, by_sequence, live_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -24,7 +24,7 @@ def write(pages: Array, layer: int, k: Array, v: Array, page_table: Array, start
     def put(i: Array, pages: Array) -> Array:
         return jax.lax.dynamic_update_slice(pages, kv[i], (layer, page[i], 0, 0, offset[i], 0))
 
-    return jax.lax.fori_loop(0, B * K, put, pages)
+    return jax.lax.fori_loop(0, live_rows(n_rows, K), put, pages)
 
 
 def attend(
@@ -65,6 +65,6 @@ def attend(
             return out.reshape(Hkv, -1, group, Dh).transpose(1, 0, 2, 3).reshape(-1, H, Dh)
 
         position = jnp.where(jnp.arange(K) < n_rows, start + jnp.arange(K), 0)
-        return by_row_group(rows, row_group, q, position)
+        return by_row_group(rows, row_group, n_rows, q, position)
 
     return by_sequence(one, q, page_table, start, n_rows).astype(q.dtype)

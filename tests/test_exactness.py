@@ -1,0 +1,205 @@
+"""Law 1 and law 2 at the level of state: K rows at once, in any batch, equal K single rows bit for bit, and what was
+rejected leaves no trace. Everything here is compared with ==."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CONFIGS, assert_same, steps
+
+from atlas_jax.errors import StateError
+from atlas_jax.state.target import commit_guard, verify_guard
+
+FAMILIES = [(family, dtype) for family in CONFIGS for dtype in ("float32", "bfloat16")]
+TOKENS = np.random.default_rng(0).integers(0, 96, 120)
+
+
+def without_drafter(snapshot):
+    """A snapshot's leaves but for the drafter's layer, which these tests do not feed."""
+    return dataclasses.replace(snapshot, kv=snapshot.kv[:-1])
+
+
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+def test_rows_together_equal_rows_alone(family, dtype):
+    s = steps(family, dtype)
+    logits, state = s.feed(s.init(), 1, TOKENS[:41])
+    expected = s.snapshot(state, jnp.int32(1))
+    for K in (2, 5, 9):
+        got, state = s.feed(s.init(), 2, TOKENS[:41], K)
+        np.testing.assert_array_equal(got, logits)
+        assert_same(without_drafter(s.snapshot(state, jnp.int32(2))), without_drafter(expected))
+
+
+@pytest.mark.parametrize("K", [*range(1, 10), 17])
+def test_every_row_count(K):
+    s = steps("dense")
+    logits, state = s.feed(s.init(), 1, TOKENS[:50])
+    got, other = s.feed(s.init(), 3, TOKENS[:50], K)
+    np.testing.assert_array_equal(got, logits)
+    assert_same(s.snapshot(other, jnp.int32(3)), s.snapshot(state, jnp.int32(1)))
+
+
+@pytest.mark.parametrize(("family", "dtype"), FAMILIES)
+def test_neighbours_do_not_matter(family, dtype):
+    """Four sequences of different lengths with different row and accept counts in one call, zero rows among them."""
+    s = steps(family, dtype)
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(0, 96, 40) for _ in range(4)]
+    state, done = s.init(), [0, 0, 0, 0]
+    seen = [[], [], [], []]
+    while min(done) < 30:
+        n_rows = [int(min(rng.integers(0, 6), 40 - d)) for d in done]
+        keep = [int(rng.integers(0, n + 1)) for n in n_rows]
+        rows = np.stack([np.pad(t[d : d + 5], (0, 5 - len(t[d : d + 5]))) for t, d in zip(texts, done, strict=True)])
+        for b in range(4):  # what will be rejected is wrong
+            rows[b, keep[b] :] = rng.integers(0, 96, 5 - keep[b])
+        logits, hidden, state = s.verify(state, [1, 2, 3, 4], rows, n_rows)
+        state = s.commit(state, jnp.arange(1, 5), jnp.asarray(keep), hidden)
+        for b in range(4):
+            seen[b].append(np.asarray(logits)[b, : keep[b]])
+            done[b] += keep[b]
+    for b in range(4):
+        logits, alone = s.feed(s.init(), 1, texts[b][: done[b]])
+        np.testing.assert_array_equal(np.concatenate(seen[b]), logits)
+        assert_same(without_drafter(s.snapshot(state, jnp.int32(b + 1))), without_drafter(s.snapshot(alone, jnp.int32(1))))
+
+
+def test_a_used_slot_is_as_good_as_new():
+    s = steps("moe")
+    logits, clean = s.feed(s.init(), 1, TOKENS[:20])
+    state = s.free(s.init(garbage=3), jnp.int32(1))
+    for K in (1, 4):
+        got, state = s.feed(s.free(state, jnp.int32(1)), 1, TOKENS[:20], K)
+        np.testing.assert_array_equal(got, logits)
+        assert_same(without_drafter(s.snapshot(state, jnp.int32(1))), without_drafter(s.snapshot(clean, jnp.int32(1))))
+
+
+def test_other_slots_are_not_touched():
+    """Canaries in every slot and page that a call does not own."""
+    s = steps("dense")
+    state = s.free(s.init(garbage=4), jnp.int32(2))
+    before = jax.device_get(state)
+    _, state = s.feed(state, 2, TOKENS[:40], 5)
+    after = jax.device_get(state)
+    mine = before.page_table[2]
+    pages = np.setdiff1d(np.arange(1, before.pages.shape[1]), mine)
+    np.testing.assert_array_equal(after.pages[:, pages], before.pages[:, pages])
+    for name in ("h", "conv", "journal_k", "journal_u", "journal_decay", "journal_conv"):
+        np.testing.assert_array_equal(getattr(after, name)[:, [1, 3, 4]], getattr(before, name)[:, [1, 3, 4]])
+    for name in ("rows", "base", "pending", "hidden", "ok"):
+        np.testing.assert_array_equal(getattr(after, name)[[1, 3, 4]], getattr(before, name)[[1, 3, 4]])
+
+
+def test_nothing_accepted_is_a_full_rollback():
+    s = steps("next")
+    _, state = s.feed(s.init(), 1, TOKENS[:10], 3)
+    before = s.snapshot(state, jnp.int32(1))
+    for _ in range(3):
+        _, hidden, state = s.verify(state, [1], [[7] * 5], [5])
+        state = s.commit(state, jnp.array([1]), jnp.array([0]), hidden)
+        assert_same(without_drafter(s.snapshot(state, jnp.int32(1))), without_drafter(before))
+
+
+HISTORY = st.lists(
+    st.one_of(
+        st.tuples(st.just("verify"), st.integers(0, 5), st.integers(0, 5)),
+        st.tuples(st.sampled_from(["settle", "snapshot", "restore", "fork"]), st.integers(0, 1), st.just(0)),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_any_history_equals_a_fresh_run(family):
+    """Drafts of any length, any accept count, settling, snapshots, restores and forks between two slots, in any order."""
+    s = steps(family)
+
+    @given(HISTORY, st.integers(0, 2**31))
+    def check(history, seed):
+        rng = np.random.default_rng(seed)
+        state = s.free(s.free(s.init(garbage=seed % 7), jnp.int32(1)), jnp.int32(2))
+        texts: list[list[int]] = [[], []]
+        saved = None
+        for what, a, b in history:
+            if what == "verify":
+                rows = rng.integers(0, 96, (2, 5))
+                keep = [min(a, b), (a + b) % (a + 1)]
+                _, hidden, state = s.verify(state, [1, 2], rows, [a, a])
+                state = s.commit(state, jnp.array([1, 2]), jnp.asarray(keep), hidden)
+                for text, row, n in zip(texts, rows, keep, strict=True):
+                    text += row[:n].tolist()
+            elif what == "settle":
+                state = s.settle(state, jnp.array([1 + a]))
+            elif what == "snapshot":
+                saved = s.snapshot(state, jnp.int32(1 + a)), list(texts[a])
+            elif what == "restore" and saved is not None:
+                state = s.restore(state, jnp.int32(1 + a), saved[0])
+                texts[a] = list(saved[1])
+            elif what == "fork":
+                state = s.fork(state, jnp.int32(1 + a), jnp.int32(2 - a))
+                texts[1 - a] = list(texts[a])
+        for slot, text in zip((1, 2), texts, strict=True):
+            fresh = s.free(s.init(), jnp.int32(1))
+            if text:
+                _, fresh = s.feed(fresh, 1, text)
+            got, want = s.snapshot(state, jnp.int32(slot)), s.snapshot(fresh, jnp.int32(1))
+            assert int(got.length) == len(text)
+            assert_same(without_drafter(got), without_drafter(want))
+
+    check()
+
+
+def test_a_wrong_accept_count_poisons_its_slot_only():
+    s = steps("dense")
+    _, hidden, state = s.verify(s.init(), [1, 2, 3], [[1] * 4] * 3, [4, 2, 3])
+    state = s.commit(state, jnp.array([1, 2, 3]), jnp.array([-1, 3, 3]), hidden)
+    assert np.asarray(state.ok).tolist() == [True, False, False, True, True]
+    assert np.asarray(state.length).tolist() == [0, 0, 0, 3, 0]
+
+
+def test_guards_name_the_numbers():
+    s = steps("dense")
+    state = s.init()
+    with pytest.raises(StateError, match=r"slots must lie in 1 … 4 .*\[0\]"):
+        verify_guard(state, [0], [[1]], [1], 96)
+    with pytest.raises(StateError, match=r"slots must lie in 1 … 4 .*\[5\]"):
+        verify_guard(state, [5], [[1]], [1], 96)
+    with pytest.raises(StateError, match="once a call"):
+        verify_guard(state, [2, 2], [[1], [1]], [1, 1], 96)
+    with pytest.raises(StateError, match="18 rows.*at most 17"):
+        verify_guard(state, [1], [[1] * 18], [18], 96)
+    with pytest.raises(StateError, match=r"0 … 2, got \[3\]"):
+        verify_guard(state, [1], [[1, 1]], [3], 96)
+    with pytest.raises(StateError, match="0 … 95"):
+        verify_guard(state, [1], [[96]], [1], 96)
+    with pytest.raises(StateError, match="at most 160 tokens"):
+        verify_guard(dataclasses.replace(state, base=state.base + 159), [1], [[1, 1]], [2], 96)
+    _, _, state = s.verify(state, [1], [[1, 2]], [2])
+    for n in (-1, 3):
+        with pytest.raises(StateError, match=rf"rows of the last verify \[2\], got \[{n}\]"):
+            commit_guard(state, [1], [n])
+    verify_guard(state, [1], [[1, 2]], [2], 96)
+    commit_guard(state, [1], [0])
+
+
+def test_prefill_equals_single_steps_closely():
+    """Prefill is another arithmetic (matrix form), so this is a tolerance: 1e-4 on state, as parity asks."""
+    s = steps("dense")
+    for count in (1, 2, 3, 4, 31, 32, 33, 64, 77):
+        _, one = s.feed(s.init(), 1, TOKENS[:count])
+        want = s.snapshot(one, jnp.int32(1))
+        state = s.free(s.init(garbage=5), jnp.int32(1))
+        for i in range(0, count, 32):
+            part = TOKENS[i : min(i + 32, count)]
+            _, _, state = s.prefill(state, 1, np.pad(part, (0, 32 - len(part))), len(part))
+        got = s.snapshot(state, jnp.int32(1))
+        for name in ("h", "conv", "hidden"):
+            np.testing.assert_allclose(getattr(got, name), getattr(want, name), atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(got.kv[:-1], want.kv[:-1], atol=1e-4)
