@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +20,10 @@ from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.stops import StopMatcher
 from atlas_jax.errors import ConfigError, RequestError
 from atlas_jax.metrics import Acceptance
+from atlas_jax.settings import enable_compilation_cache
 from atlas_jax.text.chat import render_chat
-from atlas_jax.text.tokenizer import Tokenizer
+from atlas_jax.text.tokenizer import Tokenizer, load_tokenizer
+from atlas_jax.weights.presets import resolve
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message] | np.ndarray
@@ -66,6 +69,55 @@ class Delta:
     text: str
     finish_reason: str | None = None
     completion: Completion | None = None
+
+
+def load(
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_length: int | None = None,
+    slots: int = 1,
+    max_drafts: int = 7,
+    row_group: int | None = None,
+    mtp_hidden: str | None = None,
+    seed: int = 0,
+    progress: Callable[..., None] | None = None,
+    **run: Any,
+) -> Runtime:
+    """Loads a model: a directory of Hugging Face files, a packaged model ("tiny-agent"), or "shape:NAME" (random weights).
+
+    Args:
+        dtype: "float32" or "bfloat16"; by default float32 on a CPU, bfloat16 on a GPU.
+        max_length: tokens of a sequence, prompt and answer; by default 4096 or the model's limit.
+        slots: sequences decoded together.
+        max_drafts: the longest draft that a request may ask for.
+        row_group: see `RunConfig`; 1 compiles plain decoding for single rows (then drafting gains nothing).
+        mtp_hidden: "pre_norm" feeds the drafter the target's hidden before the final norm, for comparison.
+        seed: of random weights.
+        progress: called with (bytes read, bytes in all) while loading and with a text for each compilation.
+        **run: further fields of `RunConfig`.
+
+    Raises:
+        CheckpointError: the model is missing, damaged or of a form that is not supported.
+        ConfigError: the run configuration cannot work.
+    """
+    enable_compilation_cache()
+    source = resolve(os.fspath(name_or_path))
+    config = dataclasses.replace(source.config, mtp_hidden=mtp_hidden) if mtp_hidden else source.config
+    on_gpu = jax.default_backend() == "gpu"
+    defaults: dict[str, Any] = dict(row_group=16, layout="stacked") if on_gpu else dict(row_group=8, layout="layers")
+    if row_group is not None:
+        defaults["row_group"] = row_group
+    settings = RunConfig(
+        dtype=dtype or ("bfloat16" if on_gpu else "float32"),  # pyright: ignore[reportArgumentType]  # RunConfig checks it
+        max_length=min(4096, config.max_position_embeddings) if max_length is None else max_length,
+        slots=slots,
+        max_drafts=max_drafts,
+        **(defaults | run),
+    )
+    params = source.load(dtype=settings.dtype, layout=settings.layout, seed=seed, progress=progress)
+    tokenizer = load_tokenizer(source.directory) if source.directory else None
+    return Runtime(config, settings, params, tokenizer, progress)
 
 
 class Answer:

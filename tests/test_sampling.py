@@ -325,7 +325,7 @@ def test_speculating_emits_what_plain_decoding_emits(params, accurate):
             ]
             tokens = jnp.asarray([[out[-1], *drafts]], jnp.int32)
             slots, at = jnp.array([1]), jnp.array([len(out)], jnp.int32)
-            picks = np.asarray(pick(state, slots, table[tokens], tokens, at, 4))[0]
+            picks = np.asarray(pick(state, slots, table[tokens], tokens, at, jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32), 4))[0]
             n = 1
             while n < K and picks[n - 1] == drafts[n - 1]:
                 n += 1
@@ -345,8 +345,8 @@ def test_picks_do_not_depend_on_neighbours():
     logits = jax.random.normal(jax.random.key(0), (3, 3, V)) * 2
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (3, 3)), jnp.int32)
     slots, at = jnp.array([1, 2, 3]), jnp.array([10, 200, 7])
-    together = sampling.pick(state, slots, logits, tokens, at, 4)
+    together = sampling.pick(state, slots, logits, tokens, at, jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32), 4)
     for b in range(3):
         one = slice(b, b + 1)
-        assert (sampling.pick(state, slots[one], logits[one], tokens[one], at[one], 4) == together[one]).all()
+        assert (sampling.pick(state, slots[one], logits[one], tokens[one], at[one], jnp.full(tokens[one].shape[:1], tokens.shape[1], jnp.int32), 4) == together[one]).all()
     assert (together[1] == jnp.argmax(logits[1], -1)).all()

@@ -1,0 +1,56 @@
+"""A compiled inference runtime in JAX for hybrid (Gated DeltaNet + attention) language models, with speculative decoding whose
+output is exactly that of plain decoding.
+
+    runtime = atlas_jax.load("tiny-agent")
+    print(runtime.generate("Hello", max_tokens=32).text)
+
+Importing this module does not import JAX; using any of its names does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atlas_jax.config import ModelConfig, RunConfig
+    from atlas_jax.decode.drafters import DraftContext, Drafter, Proposal
+    from atlas_jax.decode.request import SamplingParams
+    from atlas_jax.metrics import Acceptance
+    from atlas_jax.runtime import Completion, Delta, Runtime, Timings, load
+
+_HOMES = {
+    "Acceptance": "metrics",
+    "Completion": "runtime",
+    "Delta": "runtime",
+    "DraftContext": "decode.drafters",
+    "Drafter": "decode.drafters",
+    "ModelConfig": "config",
+    "Proposal": "decode.drafters",
+    "RunConfig": "config",
+    "Runtime": "runtime",
+    "SamplingParams": "decode.request",
+    "Timings": "runtime",
+    "load": "runtime",
+}
+
+__all__ = [
+    "Acceptance",
+    "Completion",
+    "Delta",
+    "DraftContext",
+    "Drafter",
+    "ModelConfig",
+    "Proposal",
+    "RunConfig",
+    "Runtime",
+    "SamplingParams",
+    "Timings",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'atlas_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"atlas_jax.{_HOMES[name]}"), name)
