@@ -161,7 +161,7 @@ def test_what_is_not_supported_is_refused_with_what_is(tmp_path, change, message
     with pytest.raises(CheckpointError) as error:
         model_config(write(tmp_path, NEXT | change))
     assert message in str(error.value) and str(tmp_path) in str(error.value)
-    assert parse(tmp_path).config.hidden_size == 128  # what can be told is told all the same
+    assert parse(tmp_path, None).config.hidden_size == 128  # what can be told is told all the same
 
 
 def test_all_refusals_are_listed_at_once(tmp_path):

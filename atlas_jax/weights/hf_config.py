@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Collection
 from typing import Any
 
 from atlas_jax.config import FULL, LINEAR, ModelConfig
@@ -54,14 +55,14 @@ def model_config(directory: str | pathlib.Path) -> ModelConfig:
         ConfigError: the numbers in it cannot belong together.
     """
     directory = pathlib.Path(directory)
-    parsed = parse(directory)
+    parsed = parse(directory, Checkpoint(directory).entries if has_weights(directory) else None)
     if parsed.refused:
         raise CheckpointError(f"{directory}: " + "; ".join(parsed.refused))
     return parsed.config
 
 
-def parse(directory: pathlib.Path) -> Parsed:
-    """`model_config` that lists what is not supported instead of raising.
+def parse(directory: pathlib.Path, names: Collection[str] | None) -> Parsed:
+    """`model_config` that lists what is not supported instead of raising. `names` are the tensors, where known.
 
     Raises:
         CheckpointError: config.json is missing or damaged, or of a model that is not known.
@@ -87,7 +88,6 @@ def parse(directory: pathlib.Path) -> Parsed:
     fields |= {key: reader.number(rope, key) for key in ("rope_theta", "partial_rotary_factor")}
     # Only qwen3_next reads norm_topk_prob; the later models always normalise.
     fields["norm_topk_prob"] = bool(text.get("norm_topk_prob", True)) or TYPES[name] != "qwen3_next"
-    names = set(Checkpoint(directory).entries) if has_weights(directory) else None
     fields["tie_word_embeddings"] = reader.tied(names)
     found = names is not None and any(tensor.startswith("mtp.") for tensor in names)
     fields["mtp_num_hidden_layers"] = reader.drafter_layers() or int(found)
@@ -180,7 +180,7 @@ class _Reader:
             key: source[key] for source in (self.text, group) for key in keys if key in source
         }
 
-    def tied(self, names: set[str] | None) -> bool:
+    def tied(self, names: Collection[str] | None) -> bool:
         """Whether the head is the embedding. Where text config and wrapper disagree, the tensors decide."""
         said = {
             holder["tie_word_embeddings"] for holder in (self.text, self.wrapper) if "tie_word_embeddings" in holder

@@ -40,7 +40,7 @@ def load_params(
     """
     checkpoint = Checkpoint(directory)
     leaves = plan(config, checkpoint.entries)
-    _check(checkpoint, config, leaves)
+    check(checkpoint, config, leaves)
     total = sum(checkpoint.entries[name].nbytes for name in _wanted(leaves))
     done = 0
     params: dict[str, Any] = {}
@@ -94,8 +94,8 @@ def _wanted(leaves: list[Leaf]) -> dict[str, tuple[int, ...]]:
     return {name: part.shape for part in parts for name in part.names}
 
 
-def _check(checkpoint: Checkpoint, config: ModelConfig, leaves: list[Leaf]) -> None:
-    """Raises unless the checkpoint has exactly the tensors of the plan. Reads none, but a head that should be tied."""
+def check(checkpoint: Checkpoint, config: ModelConfig, leaves: list[Leaf]) -> None:
+    """Raises CheckpointError unless the tensors are exactly those of the plan. Reads none but a head to be tied."""
     wanted, entries, folder = _wanted(leaves), checkpoint.entries, checkpoint.directory
     if config.has_mtp and not any(name.startswith("mtp.") for name in entries):
         beside = f" (the index leaves out {some(checkpoint.unlisted)})" if checkpoint.unlisted else ""
