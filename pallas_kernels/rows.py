@@ -17,12 +17,6 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def pad_rows(x: Array, group: int) -> Array:
-    """Pads the leading axis with zero rows to a multiple of `group`."""
-    missing = -x.shape[0] % group
-    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
-
-
 def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) -> Any:
     """Applies `f`, a function of `group` rows, to every group of `rows` (arrays with one common leading axis R).
 
@@ -33,8 +27,10 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) 
     Returns: what `f` returns, with leading axis R again.
     """
     R = rows[0].shape[0]
-    padded = [pad_rows(x, group) for x in rows]
-    total = padded[0].shape[0]
+    # With one group more than there are rows for, a slice is never the whole: it would be simplified away, and a body that
+    # does not depend on the iteration is moved out of the loop and compiled with what stands there.
+    total = (-(-R // group) + 1) * group
+    padded = [jnp.pad(x, [(0, total - R)] + [(0, 0)] * (x.ndim - 1)) for x in rows]
     part = lambda i: [jax.lax.dynamic_slice_in_dim(x, i * group, group) for x in padded]  # noqa: E731
     shapes = jax.eval_shape(lambda i: f(*part(i)), jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros((total, *s.shape[1:]), s.dtype), shapes)

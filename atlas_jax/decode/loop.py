@@ -52,9 +52,7 @@ class Loop:
         self.executables = Executables(model, run, progress)
         self.model = model
         self._state: DecodeState | None = None
-        self.prefill_s = 0.0
-        self.dispatches = 0
-        self.host_s = 0.0
+        self.host_s = 0.0  # spent by Python on dispatching rounds and reading what they emitted
 
     def decode(
         self,
@@ -132,7 +130,6 @@ class Loop:
             self.executables.prefill(size, self.params, state)
         if any(r.params.stop for r in requests):
             self.executables.cut(state)
-        began = time.perf_counter()
         for i, request in enumerate(requests):
             slot = jnp.int32(i + 1)
             state = open_slot(state, slot, values[i])
@@ -145,7 +142,6 @@ class Loop:
                 script[: full.size] = full
                 acceptance, scripts = state.drafter
                 state = dataclasses.replace(state, drafter=(acceptance, scripts.at[i + 1].set(script)))
-        self.prefill_s += time.perf_counter() - began
         return state
 
     def _rounds(
@@ -164,10 +160,10 @@ class Loop:
                 began = time.perf_counter()
                 state, emitted, finish = run_rounds(self.params, state, on_device, count)
                 self.host_s += time.perf_counter() - began
-                self.dispatches += 1
                 flying.append((emitted, finish))
                 count = jnp.int32(rounds)
             emitted, finish = jax.device_get(flying.popleft())
+            began = time.perf_counter()
             steps: list[Step] = []
             for i, request in enumerate(requests):
                 if finished[i]:
@@ -178,6 +174,7 @@ class Loop:
                 finished[i] = step.finish_reason is not None
                 if step.token_ids or finished[i]:
                     steps.append(step)
+            self.host_s += time.perf_counter() - began
             yield state, steps
 
     def _read(self, i: int, request: Request, emitted: Any, finish: int, cut: Any) -> tuple[Step, int | None]:

@@ -18,7 +18,8 @@ from atlas_jax.models.drafter import MtpDrafter
 from atlas_jax.models.feed_forward import feed_forward
 from atlas_jax.models.layers import rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
-from atlas_jax.state.snapshots import settle, shift_window
+from atlas_jax.state.slots import put
+from atlas_jax.state.snapshots import folded, settle_with, shift_window
 from atlas_jax.state.target import TargetState
 from pallas_kernels import gated_delta, paged_attention
 from pallas_kernels.linear import linear
@@ -147,14 +148,14 @@ class HybridModel(nn.Module):
         Returns: float32 logits, the hiddens that the drafter reads, and the state with the new rows in its journal.
         """
         B, K = tokens.shape
-        state = settle(state, slots)
+        h, conv = folded(state, slots)
+        state = settle_with(state, slots, h, conv)
         start = state.base[slots]
         position = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
         rows = functools.partial(self._rows, live_rows(n_rows, K))
         split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
         flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
         table = state.page_table[slots]
-        h, conv = take(state.h, slots), take(state.conv, slots)
         width = self.config.linear_conv_kernel_dim
         journal: list[tuple[Array, ...]] = []
 
@@ -266,15 +267,3 @@ def at_once(f: Callable[..., Any], *xs: Array) -> Any:
 def windows(x: Float[Array, "B padded C"], count: int, width: int) -> Float[Array, "B T W C"]:
     """Sliding windows of the convolution, oldest input first."""
     return jnp.stack([x[:, w : w + count] for w in range(width)], axis=2)
-
-
-def take(x: Float[Array, "L S *rest"], slots: Int[Array, " B"]) -> Float[Array, "L B *rest"]:
-    """Slots' entries; one slot is a contiguous copy rather than a gather."""
-    return jax.lax.dynamic_slice_in_dim(x, slots[0], 1, axis=1) if slots.shape[0] == 1 else x[:, slots]
-
-
-def put(x: Float[Array, "L S M *rest"], slots: Int[Array, " B"], rows: Float[Array, "L B K *rest"]) -> Float[Array, "L S M *rest"]:
-    """Writes the first K rows of slots' journals."""
-    if slots.shape[0] == 1:
-        return jax.lax.dynamic_update_slice(x, rows.astype(x.dtype), (0, slots[0], *([0] * (x.ndim - 2))))
-    return x.at[:, slots, : rows.shape[2]].set(rows.astype(x.dtype))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from atlas_jax.shapes import Array, Bool, Float, Int
+from atlas_jax.state.slots import put, take
 from atlas_jax.state.target import TargetState
 from pallas_kernels.gated_delta import Journal, fold
 
@@ -31,23 +32,31 @@ def shift_window(conv: Float[Array, "past C"], inputs: Float[Array, "M C"], n: I
     return jax.lax.dynamic_slice_in_dim(jnp.concatenate([conv, inputs]), n, conv.shape[0])
 
 
-def settle(state: TargetState, slots: Int[Array, " B"]) -> TargetState:
-    """Folds the committed journal rows of `slots` into h and conv: base moves to the committed length, pending to 0.
-
-    All layers at once: to the fold they are just more heads.
-    """
-    pending = state.pending[slots]
-    L, _, Hv = state.h.shape[:3]
-    heads = lambda x: jnp.moveaxis(x[:, slots], 0, 2).reshape(*x[:, slots].shape[1:3], -1, *x.shape[4:])  # noqa: E731
-    journal = Journal(heads(state.journal_k), heads(state.journal_u), heads(state.journal_decay))
-    h = jnp.moveaxis(state.h[:, slots], 0, 1)
-    h = fold(h.reshape(h.shape[0], L * Hv, *h.shape[3:]), journal, pending).reshape(h.shape)
+def folded(
+    state: TargetState, slots: Int[Array, " B"]
+) -> tuple[Float[Array, "Lg B Hv Dk Dv"], Float[Array, "Lg B past C"]]:
+    """`h` and `conv` of `slots` after their committed journal rows. All layers at once: to the fold they are just more heads."""
+    pending, h = state.pending[slots], jnp.moveaxis(take(state.h, slots), 0, 1)
+    heads = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])  # noqa: E731
+    journal = Journal(*(heads(take(x, slots)) for x in (state.journal_k, state.journal_u, state.journal_decay)))
+    h = fold(h.reshape(h.shape[0], -1, *h.shape[3:]), journal, pending).reshape(h.shape)
     shift = jax.vmap(jax.vmap(shift_window), in_axes=(0, 0, None))
+    conv = shift(take(state.conv, slots), take(state.journal_conv, slots), pending)
+    return jnp.moveaxis(h, 0, 1), conv
+
+
+def settle(state: TargetState, slots: Int[Array, " B"]) -> TargetState:
+    """Folds the committed journal rows of `slots` into h and conv: base moves to the committed length, pending to 0."""
+    return settle_with(state, slots, *folded(state, slots))
+
+
+def settle_with(state: TargetState, slots: Int[Array, " B"], h: Array, conv: Array) -> TargetState:
+    """`settle`, given what `folded` returned."""
     return dataclasses.replace(
         state,
-        h=state.h.at[:, slots].set(jnp.moveaxis(h, 0, 1)),
-        conv=state.conv.at[:, slots].set(shift(state.conv[:, slots], state.journal_conv[:, slots], pending)),
-        base=state.base.at[slots].add(pending),
+        h=put(state.h, slots, h),
+        conv=put(state.conv, slots, conv),
+        base=state.base.at[slots].add(state.pending[slots]),
         pending=state.pending.at[slots].set(0),
         rows=state.rows.at[slots].set(0),
     )

@@ -13,18 +13,26 @@ from pallas_kernels.rows import by_sequence
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def update(state: Array, k: Array, u: Array, decay: Array) -> Array:
+def update(state: Array, k: Array, u: Array, decay: Array, lowest: Array) -> Array:
     """One rank-one update, S <- g S + k u^T: state [Hv,Dk,Dv], k [Hv,Dk], u [Hv,Dv], decay [Hv].
 
-    Both `verify` and `fold` go through here, so that a row is folded with the very operations that computed it.
+    `fold` repeats in one program what `verify` did in another, and the bits must agree. A compiler may contract either product
+    with the sum, and chooses by what surrounds it; a maximum with `lowest` (-inf, see `minus_infinity`) rounds both first.
     """
-    return decay[:, None, None] * state + k[:, :, None] * u[:, None, :]
+    kept = jnp.maximum(decay[:, None, None] * state, lowest)
+    return kept + jnp.maximum(k[:, :, None] * u[:, None, :], lowest)
+
+
+def minus_infinity(count: Array) -> Array:
+    """-inf, computed from a count >= 0 so that no compiler knows it."""
+    return -jnp.inf * (1.0 + count.astype(jnp.float32))
 
 
 def fold(state: Array, journal: Any, pending: Array) -> Array:
     def one(state: Array, k: Array, u: Array, decay: Array, pending: Array) -> Array:
-        ratio = u.shape[1] // k.shape[1]
-        return jax.lax.fori_loop(0, pending, lambda t, s: update(s, jnp.repeat(k[t], ratio, axis=0), u[t], decay[t]), state)
+        ratio, lowest = u.shape[1] // k.shape[1], minus_infinity(pending)
+        row = lambda t, state: update(state, jnp.repeat(k[t], ratio, axis=0), u[t], decay[t], lowest)  # noqa: E731
+        return jax.lax.fori_loop(0, pending, row, state)
 
     return by_sequence(one, state, journal.k, journal.u, journal.decay, pending)
 
@@ -38,10 +46,11 @@ def verify(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
             kt, qt = jnp.repeat(k[t], ratio, axis=0), jnp.repeat(q[t], ratio, axis=0)
             read = jnp.einsum("hk,hkv->hv", kt, state, precision=HIGHEST)
             u = beta[t][:, None] * (v[t] - decay[t][:, None] * read)
-            state = update(state, kt, u, decay[t])
+            state = update(state, kt, u, decay[t], lowest)
             o = jnp.einsum("hk,hkv->hv", qt, state, precision=HIGHEST)
             return state, out.at[t].set(o), updates.at[t].set(u)
 
+        lowest = minus_infinity(n_rows)
         # A bound known only at run time keeps this a loop for every K: one body, one set of bits.
         zeros = jnp.zeros(v.shape, jnp.float32)
         return jax.lax.fori_loop(0, n_rows, row, (state, zeros, zeros))[1:]

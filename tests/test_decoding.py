@@ -1,0 +1,269 @@
+"""Decoding end to end on small random models: whatever is drafted, however it is batched, what comes out equals plain
+decoding bit for bit: tokens, log-probabilities and every leaf of the settled state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import CONFIGS, RUN, assert_same, params_of
+
+from atlas_jax import state as states
+from atlas_jax.decode.drafters import ScriptedDrafter
+from atlas_jax.errors import RequestError
+from atlas_jax.runtime import Runtime
+
+PROMPTS = [np.random.default_rng(7).integers(0, 96, n).tolist() for n in (9, 1, 40, 33)]
+SAMPLED = dict(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.2,
+               repetition_penalty=1.2, logit_bias={3: 2.0, 5: -50.0}, seed=11)  # fmt: skip
+
+
+@functools.cache
+def runtime(family: str, dtype: str = "float32", **changes) -> Runtime:
+    run = dataclasses.replace(RUN, dtype=dtype, rounds_per_dispatch=4, **changes)
+    return Runtime(CONFIGS[family], run, params_of(CONFIGS[family], run))
+
+
+@functools.cache
+def _snapshot(run):
+    return jax.jit(states.snapshot)
+
+
+def settled(r: Runtime, slot: int, drafter_layer: bool = False):
+    state = r.loop._state
+    assert state is not None
+    out = _snapshot(r.run)(state.target, jnp.int32(slot))
+    return out if drafter_layer else dataclasses.replace(out, kv=out.kv[:-1])
+
+
+def plain(r: Runtime, prompt, n=24, **options):
+    answer = r.generate(prompt, max_tokens=n, drafter="none", logprobs=True, top_logprobs=2, **options)
+    return answer, settled(r, 1)
+
+
+def same_answer(got, want):
+    assert got.token_ids == want.token_ids
+    assert got.finish_reason == want.finish_reason
+    assert got.logprobs == want.logprobs
+    assert got.top_logprobs == want.top_logprobs
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3, 4, 5, 6, 7, 8, 16])
+def test_every_draft_length(drafts):
+    r = runtime("dense")
+    want, state = plain(r, PROMPTS[0])
+    for acceptance in (1.0, 0.0, 0.6):
+        drafter = ScriptedDrafter(acceptance)
+        got = r.generate(PROMPTS[0], max_tokens=24, drafter=drafter, drafts=drafts, script=want.token_ids,
+                         logprobs=True, top_logprobs=2)  # fmt: skip
+        same_answer(got, want)
+        assert_same(settled(r, 1), state)
+        if acceptance == 1.0:
+            assert int(got.acceptance.steps) == -(-24 // (drafts + 1))
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "random"])
+@pytest.mark.parametrize(("family", "dtype"), [(f, d) for f in CONFIGS for d in ("float32", "bfloat16")])
+def test_every_family(family, dtype, drafter):
+    r = runtime(family, dtype)
+    for prompt in PROMPTS[:3]:
+        want, state = plain(r, prompt)
+        got = r.generate(prompt, max_tokens=24, drafter=drafter, drafts=3, logprobs=True, top_logprobs=2)
+        same_answer(got, want)
+        assert_same(settled(r, 1), state)
+
+
+@pytest.mark.parametrize("drafter", ["none", "mtp", "random"])
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_batches_of_mixed_lengths(family, drafter):
+    r = runtime(family)
+    alone = [plain(r, p, n) for p, n in zip(PROMPTS, (24, 24, 24, 24), strict=True)]
+    for order in ((0, 1), (3, 2, 1, 0), (2, 0, 1)):
+        got = r.generate([PROMPTS[i] for i in order], max_tokens=24, drafter=drafter, drafts=None if drafter == "none" else 3,
+                         logprobs=True, top_logprobs=2)  # fmt: skip
+        for slot, i in enumerate(order, 1):
+            same_answer(got[slot - 1], alone[i][0])
+            assert_same(settled(r, slot), alone[i][1])
+
+
+def test_more_prompts_than_slots_run_in_waves():
+    r = runtime("dense")
+    prompts = [PROMPTS[i % 4] for i in range(6)]
+    got = r.generate(prompts, max_tokens=8, drafts=3)
+    want = [plain(r, p, 8)[0].token_ids for p in PROMPTS]
+    assert [g.token_ids for g in got] == [want[i % 4] for i in range(6)]
+
+
+@pytest.mark.parametrize("family", ["dense", "moe"])
+def test_sampling_with_a_seed_does_not_depend_on_drafts(family):
+    r = runtime(family)
+    for options in (SAMPLED, dict(temperature=1.0, seed=5), dict(repetition_penalty=1.5, presence_penalty=1.0)):
+        want, state = plain(r, PROMPTS[2], **options)
+        for drafter in ("mtp", "random"):
+            got = r.generate(PROMPTS[2], max_tokens=24, drafter=drafter, drafts=3, logprobs=True, top_logprobs=2, **options)
+            same_answer(got, want)
+            assert_same(settled(r, 1), state)
+        got = r.generate(PROMPTS[2], max_tokens=24, drafter="forced-accept", drafts=3, script=want.token_ids,
+                         logprobs=True, top_logprobs=2, **options)  # fmt: skip
+        same_answer(got, want)
+        assert int(got.acceptance.steps) == 6
+    assert r.generate(PROMPTS[2], temperature=1.0, seed=1).token_ids != r.generate(PROMPTS[2], temperature=1.0, seed=2).token_ids
+
+
+def test_a_stop_id_inside_an_accepted_span_cuts_everything_there():
+    r = runtime("dense")
+    want, _ = plain(r, PROMPTS[0])
+    for at in range(8):
+        stop = want.token_ids[at]
+        first = want.token_ids.index(stop)
+        one, state = plain(r, PROMPTS[0], stop_token_ids=(stop,))
+        assert one.token_ids == want.token_ids[: first + 1] and one.finish_reason == "stop"
+        got = r.generate(PROMPTS[0], max_tokens=24, drafter="forced-accept", drafts=7, script=want.token_ids,
+                         stop_token_ids=stop, logprobs=True, top_logprobs=2)  # fmt: skip
+        same_answer(got, one)
+        assert_same(settled(r, 1), state)
+        assert got.acceptance.emitted == len(got.token_ids)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_length_cuts_everything_there(n):
+    r = runtime("dense")
+    want, state = plain(r, PROMPTS[0], n)
+    got = r.generate(PROMPTS[0], max_tokens=n, drafter="mtp", drafts=3, logprobs=True, top_logprobs=2)
+    same_answer(got, want)
+    assert got.finish_reason == "length" and len(got.token_ids) == n
+    assert_same(settled(r, 1), state)
+
+
+def test_a_sequence_may_fill_its_slot():
+    r = runtime("dense")
+    room = RUN.max_length - len(PROMPTS[2])
+    want, state = plain(r, PROMPTS[2], room)
+    got = r.generate(PROMPTS[2], max_tokens=room, drafter="mtp", drafts=7, logprobs=True, top_logprobs=2)
+    same_answer(got, want)
+    assert_same(settled(r, 1), state)
+    with pytest.raises(RequestError, match="holds 160"):
+        r.generate(PROMPTS[2], max_tokens=room + 1)
+
+
+def test_a_cut_on_the_host_equals_having_stopped_there():
+    """What a stop string does: the loop is told after a round how many of its tokens the answer keeps."""
+    from atlas_jax.decode.drafters import drafter_named
+    from atlas_jax.decode.loop import Request
+    from atlas_jax.decode.request import SamplingParams
+
+    r = runtime("dense")
+    want, _ = plain(r, PROMPTS[0])
+    prompt = np.asarray(PROMPTS[0], np.int32)
+    for keep in range(1, 8):
+        request = Request(prompt, SamplingParams(max_tokens=24, stop=("x",)), np.asarray(want.token_ids))
+        seen: list[int] = []
+
+        def cut(index, tokens, keep=keep, seen=seen):
+            seen.extend(tokens)
+            return keep - (len(seen) - len(tokens)) if len(seen) >= keep else None
+
+        steps = list(r.loop.decode([request], drafter_named("forced-accept"), 7, None, cut))
+        got = [t for s in steps for t in s.token_ids]
+        assert got == want.token_ids[:keep] and steps[-1].finish_reason == "stop"
+        state = settled(r, 1)
+        _, expected = plain(r, PROMPTS[0], keep)
+        assert_same(state, expected)
+
+
+def test_the_drafter_layer_is_a_function_of_the_tokens():
+    """Accepted rows are fed again with the target's hiddens, so its cache does not depend on what was drafted."""
+    r = runtime("dense")
+    states_ = []
+    want, _ = plain(r, PROMPTS[0])
+    for drafter, drafts in (("forced-accept", 3), ("forced-reject", 3), ("mtp", 5), ("random", 3)):
+        r.generate(PROMPTS[0], max_tokens=24, drafter=drafter, drafts=drafts, script=want.token_ids)
+        snapshot = settled(r, 1, drafter_layer=True)
+        # the last round's rows are fed by the next one, which never came
+        upto = int(snapshot.length) - 1 - drafts
+        page = RUN.page_size
+        rows = np.moveaxis(np.asarray(snapshot.kv)[-1], 3, 1).reshape(-1, *snapshot.kv.shape[2:4], snapshot.kv.shape[5])
+        assert rows.shape[0] % page == 0
+        states_.append(rows[1 : upto + 1])
+    shortest = min(len(s) for s in states_)
+    for rows in states_[1:]:
+        np.testing.assert_array_equal(rows[:shortest], states_[0][:shortest])
+
+
+def test_numbers_that_are_not_finite_end_one_request_only():
+    r = runtime("dense")
+    poisoned = jax.tree.map(lambda x: x, r.params)
+    poisoned["params"]["embedding"] = r.params["params"]["embedding"].at[95].set(jnp.nan)
+    poisoned["params"]["embedding"] = poisoned["params"]["embedding"]
+    config = dataclasses.replace(CONFIGS["dense"], tie_word_embeddings=False)
+    poisoned["params"]["head"] = r.params["params"]["embedding"].T
+    bad = Runtime(config, r.run, poisoned)
+    clean = [p for p in (PROMPTS[0], PROMPTS[3])]
+    clean = [[t % 90 for t in p] for p in clean]
+    bias = {95: -100.0}
+    want = [bad.generate(p, max_tokens=16, drafter="none", logit_bias=bias) for p in clean]
+    assert all(w.finish_reason == "length" for w in want)
+    for drafter in ("none", "mtp"):
+        got = bad.generate([clean[0], [5, 95, 7], clean[1]], max_tokens=16, drafter=drafter, logit_bias=bias)
+        assert got[1].finish_reason == "error" and got[1].token_ids == []
+        assert [got[0].token_ids, got[2].token_ids] == [w.token_ids for w in want]
+        again = bad.generate([clean[1], clean[0]], max_tokens=16, drafter=drafter, logit_bias=bias)
+        assert [g.token_ids for g in again] == [want[1].token_ids, want[0].token_ids]
+
+
+def test_counters_count():
+    r = runtime("dense")
+    want, _ = plain(r, PROMPTS[0])
+    script = dict(script=want.token_ids, max_tokens=24, drafts=3)
+    right = r.generate(PROMPTS[0], drafter="forced-accept", **script).acceptance
+    for counts in (right.offered, right.matched, right.reached, right.accepted):
+        assert np.asarray(counts)[:3].tolist() == [6, 6, 6] and not np.asarray(counts)[3:].any()
+    assert np.asarray(right.histogram).tolist()[4] == 6
+    wrong = r.generate(PROMPTS[0], drafter="forced-reject", **script).acceptance
+    assert int(wrong.steps) == 24 and not np.asarray(wrong.accepted).any() and not np.asarray(wrong.matched).any()
+    assert np.asarray(wrong.reached)[0] == np.asarray(wrong.offered)[0] and not np.asarray(wrong.reached)[1:].any()
+    some = r.generate(PROMPTS[0], drafter=ScriptedDrafter(0.5), **script).acceptance
+    # position 2 is scored whether or not position 1 was right
+    assert np.asarray(some.offered)[1] > np.asarray(some.reached)[1] > 0
+    for part in (right, wrong, some):
+        assert part.emitted == 24
+        assert part.drafts_accepted == 24 - int(part.steps) or part.drafts_accepted == 24 - int(part.steps) + 1
+
+
+def test_one_executable_per_row_count_and_no_second_trace(count_traces):
+    r = runtime("dense")
+    r.generate(PROMPTS[0], max_tokens=6, drafter="mtp", drafts=3)
+    with count_traces() as traces:
+        for prompt in (PROMPTS[0], PROMPTS[0][:5]):
+            r.generate(prompt, max_tokens=12, drafter="mtp", drafts=3)
+            r.generate(prompt, max_tokens=12, drafter="mtp", drafts=3, **SAMPLED)
+    assert not {k: v for k, v in traces.items() if k in ("dispatch", "prefill", "open_slot", "start_slot")}, traces
+
+
+def test_state_is_updated_in_place():
+    r = runtime("dense")
+    r.generate(PROMPTS[0], max_tokens=2, drafter="mtp", drafts=3)
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(r.loop._state))
+    decode = [c for key, c in r.loop.executables._compiled.items() if key[0] == "decode"]
+    assert decode and all(c.memory_analysis().alias_size_in_bytes >= state_bytes for c in decode)
+
+
+def test_closing_a_stream_leaves_a_usable_runtime():
+    r = runtime("dense")
+    want, _ = plain(r, PROMPTS[0])
+    stream = r.stream(PROMPTS[0], max_tokens=100, drafter="mtp", drafts=3)
+    next(stream)
+    stream.close()
+    got = r.generate(PROMPTS[0], max_tokens=24, drafter="mtp", drafts=3, logprobs=True, top_logprobs=2)
+    same_answer(got, want)
+
+
+def test_rounds_per_dispatch_do_not_matter():
+    want, _ = plain(runtime("dense"), PROMPTS[0])
+    r = Runtime(CONFIGS["dense"], dataclasses.replace(runtime("dense").run, rounds_per_dispatch=1), runtime("dense").params)
+    got = r.generate(PROMPTS[0], max_tokens=24, drafter="mtp", drafts=3, logprobs=True, top_logprobs=2)
+    same_answer(got, want)
