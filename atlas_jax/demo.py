@@ -19,6 +19,7 @@ MODEL = "tiny-agent"
 DRAFTS = 3
 MAX_TOKENS = 160
 TOOLS = pathlib.Path(__file__).parent / "data" / "tiny_agent" / "airline_tools.json"
+USED = ("cancel_reservation", "get_reservation_details", "get_user_details", "transfer_to_human_agents")
 
 POLICY = """# Airline Agent Policy
 
@@ -42,42 +43,18 @@ RESERVATION = {
     "origin": "BOS",
     "destination": "MSP",
     "flight_type": "one_way",
-    "cabin": "economy",
+    "cabin": "business",
     "flights": [
-        {"origin": "BOS", "destination": "MCO", "flight_number": "HAT235", "date": "2024-05-21", "price": 122},
-        {"origin": "MCO", "destination": "MSP", "flight_number": "HAT298", "date": "2024-05-22", "price": 127},
+        {"origin": "BOS", "destination": "MCO", "flight_number": "HAT235", "date": "2024-05-21", "price": 722},
+        {"origin": "MCO", "destination": "MSP", "flight_number": "HAT298", "date": "2024-05-22", "price": 627},
     ],
-    "passengers": [
-        {"first_name": "Clara", "last_name": "Berg", "dob": "1984-03-17"},
-        {"first_name": "Hugo", "last_name": "Berg", "dob": "1981-11-02"},
-    ],
-    "payment_history": [{"payment_id": "credit_card_6198952", "amount": 498}],
+    "passengers": [{"first_name": "Clara", "last_name": "Berg", "dob": "1984-03-17"}],
+    "payment_history": [{"payment_id": "credit_card_6198952", "amount": 1349}],
     "created_at": "2024-05-04T11:36:20",
     "total_baggages": 2,
     "nonfree_baggages": 0,
     "insurance": "no",
 }
-
-
-def flight(
-    number: str, departure: str, arrival: str, seats: tuple[int, int], prices: tuple[int, int]
-) -> dict[str, Any]:
-    return {
-        "flight_number": number,
-        "origin": "JFK",
-        "destination": "SEA",
-        "scheduled_departure_time_est": departure,
-        "scheduled_arrival_time_est": arrival,
-        "status": "available",
-        "available_seats": {"economy": seats[0], "business": seats[1]},
-        "prices": {"economy": prices[0], "business": prices[1]},
-    }
-
-
-FLIGHTS = [
-    flight("HAT069", "06:00:00", "12:00:00", (12, 3), (121, 239)),
-    flight("HAT083", "01:00:00", "07:00:00", (7, 16), (100, 276)),
-]
 
 
 def user(content: str) -> dict[str, Any]:
@@ -94,21 +71,22 @@ def called(name: str, arguments: dict[str, Any], result: Any) -> list[dict[str, 
     return [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": json.dumps(result)}]
 
 
+CONFIRMED = [
+    user("Hello! I'd like to cancel my reservation Q7RW2K. My user ID is clara_berg_4821; it's a change of plan."),
+    *called("get_reservation_details", {"reservation_id": "Q7RW2K"}, RESERVATION),
+    assistant("Your reservation **Q7RW2K** is in business class and can be cancelled. Shall I cancel it? (yes/no)"),
+    user("Yes, please."),
+]
 TASKS: dict[str, Sequence[dict[str, Any]]] = {
     "Look up a customer": [
         user("Hello! I'd like to make a change to one of my upcoming flights."),
         assistant("I can help with that. Could you please provide your user ID and the reservation ID?"),
         user("My user ID is clara_berg_4821. I don't have the reservation ID at hand."),
     ],
-    "Read a reservation to the customer": [
-        user("Hi! My user ID is clara_berg_4821. Could you tell me the details of my reservation Q7RW2K?"),
-        *called("get_reservation_details", {"reservation_id": "Q7RW2K"}, RESERVATION),
-    ],
-    "Offer flights": [
-        user("Hi, I'd like to fly one way from New York to Seattle on May 20th, in economy."),
-        assistant("I can help with that. Could you please provide your user ID?"),
-        user("Sure, it's hugo_berg_7310. Please show me the direct flights first."),
-        *called("search_direct_flight", {"origin": "JFK", "destination": "SEA", "date": "2024-05-20"}, FLIGHTS),
+    "Cancel a reservation": CONFIRMED,
+    "Tell the customer": [
+        *CONFIRMED,
+        *called("cancel_reservation", {"reservation_id": "Q7RW2K"}, RESERVATION | {"status": "cancelled"}),
     ],
 }
 
@@ -118,7 +96,8 @@ def run(progress: Progress) -> int:
     import atlas_jax
 
     runtime = atlas_jax.load(MODEL, max_drafts=DRAFTS, progress=progress)
-    options: dict[str, Any] = dict(tools=json.loads(TOOLS.read_text()), max_tokens=MAX_TOKENS)
+    tools = [tool for tool in json.loads(TOOLS.read_text()) if tool["function"]["name"] in USED]
+    options: dict[str, Any] = dict(tools=tools, max_tokens=MAX_TOKENS)
     fast, plain = [], []
     for title, task in TASKS.items():
         messages = [{"role": "system", "content": POLICY}, *task]
@@ -144,23 +123,24 @@ def run(progress: Progress) -> int:
 
 def report(fast: Sequence[Any], plain: Sequence[Any]) -> None:
     """The acceptance table, and the speed with and without speculation."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     console.print(Acceptance.merge(c.acceptance for c in fast).table())
-    speed = Table(title="Speed")
-    for name in ("", "tokens a step", "ms a token", "tokens/s", "first token, ms", "compiled in, s"):
+    compiled = sum(c.timings.compile_s for c in (*fast, *plain))
+    speed = Table(title="Speed", box=box.SIMPLE, caption=f"Compiling took {compiled:.1f} s beside.")
+    for name in ("", "tokens a step", "ms a token", "tokens/s", "first token"):
         speed.add_column(name, justify="right" if name else "left")
-    for name, answers in ((f"MTP, {DRAFTS} drafts", fast), ("no speculation", plain)):
+    for name, answers in ((f"mtp, {DRAFTS} drafts", fast), ("no speculation", plain)):
         mean = tpot(answers)
         speed.add_row(
             name,
             f"{Acceptance.merge(c.acceptance for c in answers).tokens_per_step:.2f}",
             f"{mean:.2f}",
             f"{1e3 / mean:.1f}" if mean else "–",
-            f"{statistics.mean(c.timings.ttft_ms for c in answers):.0f}",
-            f"{sum(c.timings.compile_s for c in answers):.1f}",
+            f"{statistics.mean(c.timings.ttft_ms for c in answers):.0f} ms",
         )
     console.print(speed)
     if tpot(fast):

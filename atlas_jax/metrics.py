@@ -96,15 +96,16 @@ class Acceptance:
 
     def table(self, title: str = "Acceptance by draft position") -> Table:
         """One row a place: both rates in percent with their 95 % intervals."""
+        from rich import box
         from rich.table import Table
 
-        table = Table(title=title, caption=self.summary(), caption_justify="left")
+        table = Table(title=title, caption=self.summary(), box=box.SIMPLE, pad_edge=False, collapse_padding=True)
         for name in ("draft", "offered", "unconditional", "95 %", "reached", "conditional", "95 %"):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         for i in range(self._places()):
             p = self._position(i)
             rates = [
-                (_percent(p[name]), " … ".join(map(_percent, p[f"{name}_95"])))
+                (_percent(p[name]), "–".join(map(_percent, p[f"{name}_95"])))
                 for name in ("unconditional", "conditional")
             ]
             table.add_row(str(p["draft"]), str(p["offered"]), *rates[0], str(p["reached"]), *rates[1])
