@@ -227,11 +227,11 @@ def test_a_row_alone_equals_rows_together(group, size):
         tokens = sampling.draw(processed, seed, position, greedy)
         return processed, tokens, sampling.log_probabilities(logits, tokens, 5)
 
-    f = jax.jit(functools.partial(by_row_group, everything, group))
+    f = jax.jit(functools.partial(by_row_group, everything, group))  # takes the number of rows first
     arrays = (logits, counts, seen, bias, seed, position, greedy, *row_values(rows))
-    together = f(*arrays)
+    together = f(jnp.int32(R), *arrays)
     for r in range(R):
-        alone = f(*(x[r : r + 1] for x in arrays))
+        alone = f(jnp.int32(1), *(x[r : r + 1] for x in arrays))
         for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
             assert (np.asarray(a)[0] == np.asarray(b)[r]).all()
 
@@ -313,7 +313,7 @@ PENALISED = [
 def test_speculating_emits_what_plain_decoding_emits(params, accurate):
     """A toy target whose logits are a table over the last token, and drafts of any quality."""
     table = jnp.asarray(np.random.default_rng(1).normal(size=(V, V)).astype(np.float32) * 2)
-    pick = jax.jit(sampling.pick, static_argnums=5)
+    pick = jax.jit(sampling.pick, static_argnums=6)
     count = jax.jit(sampling.count_tokens)
     rng = np.random.default_rng(2)
 
@@ -325,7 +325,7 @@ def test_speculating_emits_what_plain_decoding_emits(params, accurate):
             ]
             tokens = jnp.asarray([[out[-1], *drafts]], jnp.int32)
             slots, at = jnp.array([1]), jnp.array([len(out)], jnp.int32)
-            picks = np.asarray(pick(state, slots, table[tokens], tokens, at, jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32), 4))[0]
+            picks = np.asarray(pick(state, slots, table[tokens], tokens, at, jnp.array([K]), 4))[0]
             n = 1
             while n < K and picks[n - 1] == drafts[n - 1]:
                 n += 1
@@ -345,8 +345,10 @@ def test_picks_do_not_depend_on_neighbours():
     logits = jax.random.normal(jax.random.key(0), (3, 3, V)) * 2
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (3, 3)), jnp.int32)
     slots, at = jnp.array([1, 2, 3]), jnp.array([10, 200, 7])
-    together = sampling.pick(state, slots, logits, tokens, at, jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32), 4)
+    n_rows = jnp.array([3, 3, 3])
+    pick = jax.jit(sampling.pick, static_argnums=6)
+    together = pick(state, slots, logits, tokens, at, n_rows, 4)
     for b in range(3):
-        one = slice(b, b + 1)
-        assert (sampling.pick(state, slots[one], logits[one], tokens[one], at[one], jnp.full(tokens[one].shape[:1], tokens.shape[1], jnp.int32), 4) == together[one]).all()
+        alone = [x[b : b + 1] for x in (slots, logits, tokens, at, n_rows)]
+        assert (pick(state, *alone, 4) == together[b]).all()
     assert (together[1] == jnp.argmax(logits[1], -1)).all()

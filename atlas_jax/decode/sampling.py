@@ -212,7 +212,7 @@ def pick(
     n_rows: Int[Array, " B"],
     row_group: int,
 ) -> Int[Array, "B K"]:
-    """The target's own token after each row of a verify, `row_group` rows at a time. Rows at and past `n_rows` are undefined.
+    """The target's own token after each row of a verify, `row_group` rows at a time; undefined from row `n_rows` on.
 
     Args:
         tokens: what the rows read: the last emitted token, which `state` has counted (unless it is the prompt's last),
