@@ -261,7 +261,8 @@ class Runtime:
         script = options.get("script")
         return Request(self._fit(self.encode(prompt, **template), params.max_tokens), params, None if script is None else self.encode(script))
 
-    def _drafting(self, options: Mapping[str, Any]) -> tuple[Drafter, int]:
+    def drafting(self, options: Mapping[str, Any]) -> tuple[Drafter, int]:
+        """The drafter and the number of drafts that `options` of `generate` ask for. Raises RequestError."""
         drafter = options.get("drafter")
         drafter = self.default_drafter if drafter is None else drafter
         drafter = drafter_named(drafter) if isinstance(drafter, str) else drafter
@@ -281,7 +282,7 @@ class Runtime:
         if unknown := sorted(set(options) - known):
             raise RequestError(f"unknown option {', '.join(unknown)}; there are {', '.join(sorted(known))}")
         requests = [self._request(p, options) for p in prompts]
-        drafter, drafts = self._drafting(options)
+        drafter, drafts = self.drafting(options)
         return self._decode(requests, drafter, drafts)
 
     def _decode(self, requests: list[Request], drafter: Drafter, drafts: int) -> Iterator[tuple[int, Delta]]:

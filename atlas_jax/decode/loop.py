@@ -52,7 +52,8 @@ class Loop:
         self.executables = Executables(model, run, progress)
         self.model = model
         self._state: DecodeState | None = None
-        self.host_s = 0.0  # spent by Python on dispatching rounds and reading what they emitted
+        self.dispatches = 0
+        self.read_s = 0.0  # spent on turning what dispatches emitted into steps
 
     def decode(
         self,
@@ -157,9 +158,8 @@ class Loop:
         count = jnp.int32(1)  # the first round alone: the first token need not wait for the others
         while not all(finished):
             while len(flying) < depth:
-                began = time.perf_counter()
                 state, emitted, finish = run_rounds(self.params, state, on_device, count)
-                self.host_s += time.perf_counter() - began
+                self.dispatches += 1
                 flying.append((emitted, finish))
                 count = jnp.int32(rounds)
             emitted, finish = jax.device_get(flying.popleft())
@@ -174,7 +174,7 @@ class Loop:
                 finished[i] = step.finish_reason is not None
                 if step.token_ids or finished[i]:
                     steps.append(step)
-            self.host_s += time.perf_counter() - began
+            self.read_s += time.perf_counter() - began
             yield state, steps
 
     def _read(self, i: int, request: Request, emitted: Any, finish: int, cut: Any) -> tuple[Step, int | None]:
