@@ -41,7 +41,11 @@ class Source:
 
 
 def load(folder: pathlib.Path) -> dict[str, Source]:
-    return {n: Source(folder / f"{n}.xz", n != "text") for n in ("text", "chat", "synthetic") if (folder / f"{n}.xz").exists()}
+    return {
+        n: Source(folder / f"{n}.xz", n != "text")
+        for n in ("text", "chat", "synthetic")
+        if (folder / f"{n}.xz").exists()
+    }
 
 
 def draw(sources: dict[str, Source], mix: dict[str, float], rng, B: int, T: int, R: int, steps: int):
@@ -66,7 +70,7 @@ def draw(sources: dict[str, Source], mix: dict[str, float], rng, B: int, T: int,
 
 
 def held_rows(path: pathlib.Path, T: int, steps: int, R: int):
-    """Held-out conversations, one a row: ids, reply [n, T], rows [n, R] (positions before reply tokens, first R of them)."""
+    """Held-out conversations, one a row: ids and reply [n, T], rows [n, R] (two before reply tokens, the first R)."""
     source = Source(path, True)
     n = len(source.starts)
     ids, reply, rows = np.zeros((n, T), np.int32), np.zeros((n, T), np.float32), np.zeros((n, R), np.int32)

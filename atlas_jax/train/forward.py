@@ -1,4 +1,4 @@
-"""A differentiable full-sequence forward of a qwen3_5-text model and its MTP head.
+"""A differentiable full-sequence forward of a qwen3_5-text model.
 
 Parameters are one flat dict under the checkpoint's own names (`model.layers.0.mlp.up_proj.weight`, `mtp.fc.weight`, …),
 matrices as stored: [out, in]. Everything computes in `params`' dtype; norms, decays and states in float32.
@@ -76,9 +76,8 @@ def rotate(x, positions, shape: Shape):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-@jax.custom_vjp
 def unit_lower_inverse(a):
-    """(I + a)⁻¹ of strictly lower triangular a [..., C, C], C a power of two: a short product for 16 x 16 blocks, then doubling."""
+    """(I + a)⁻¹ of strictly lower triangular a [..., C, C], C a power of two: products, then doubling."""
     size = min(16, a.shape[-1])
     mm = functools.partial(jnp.matmul, precision="highest")
 
@@ -110,7 +109,8 @@ def _inverse_bwd(inv, grad):
     return (jnp.tril(-t @ grad @ t, -1),)
 
 
-unit_lower_inverse.defvjp(_inverse_fwd, _inverse_bwd)
+inverse = jax.custom_vjp(unit_lower_inverse)
+inverse.defvjp(_inverse_fwd, _inverse_bwd)
 
 
 def gated_delta(q, k, v, beta, g, chunk: int = CHUNK):
@@ -135,7 +135,7 @@ def gated_delta(q, k, v, beta, g, chunk: int = CHUNK):
     gap = total[..., :, None] - total[..., None, :]
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
     decay = jnp.exp(jnp.where(lower, gap, -jnp.inf))
-    solve = unit_lower_inverse(jnp.tril(beta[..., None] * mm("...cd,...ed->...ce", k, k) * decay, -1))
+    solve = inverse(jnp.tril(beta[..., None] * mm("...cd,...ed->...ce", k, k) * decay, -1))
     seen = jnp.exp(total)[..., None]
     u = mm("...ce,...ed->...cd", solve, beta[..., None] * v)
     w = mm("...ce,...ed->...cd", solve, beta[..., None] * seen * k)
@@ -198,6 +198,40 @@ def attention_output(p: Params, at: str, o, gate):
     return linear(o.reshape(gate.shape) * jax.nn.sigmoid(gate), p[at + "o_proj.weight"])
 
 
+def draft_attention(q, rows, shared, own, block: int = 512):
+    """Attention of drafts: each chosen row sees the shared keys up to its own position and its own chain's keys.
+
+    q [B, R, Hq, d], rows [B, R] positions, shared (k, v) [B, T, Hkv, d], own: a list of (k, v) [B, R, Hkv, d], one a
+    step of the chain -> [B, R, Hq, d].
+    """
+    B, R, Hq, d = q.shape
+    keys, values = shared
+    Hkv = keys.shape[2]
+    block = min(block, R)
+    pad = -R % block
+
+    def split(x):  # [B, R, …] -> [R / block, B, block, …]
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def attend(x):
+        q, rows, own = x
+        q = q.reshape(B, block, Hkv, Hq // Hkv, d)
+        s = jnp.einsum("brhgd,bthd->bhgrt", q, keys, preferred_element_type=jnp.float32)
+        seen = jnp.arange(keys.shape[1]) <= rows[..., None]
+        s = jnp.where(seen[:, None, None], s, -jnp.inf)
+        more = [jnp.einsum("brhgd,brhd->bhgr", q, k, preferred_element_type=jnp.float32)[..., None] for k, _ in own]
+        p = jax.nn.softmax(jnp.concatenate([s, *more], -1) * d**-0.5, -1).astype(q.dtype)
+        o = jnp.einsum("bhgrt,bthd->brhgd", p[..., : keys.shape[1]], values)
+        for i, (_, v) in enumerate(own):
+            o += jnp.einsum("bhgr,brhd->brhgd", p[..., keys.shape[1] + i], v)
+        return o.reshape(B, block, Hq, d)
+
+    o = jax.lax.map(attend, (split(q), split(rows), [(split(k), split(v)) for k, v in own]))
+    return jnp.moveaxis(o, 0, 1).reshape(B, R + pad, Hq, d)[:, :R]
+
+
 @functools.cache
 def fused_attention(Hq: int, Hkv: int, d: int) -> bool:
     """Whether this device compiles the fused attention kernel, its gradient included, for such heads."""
@@ -214,7 +248,7 @@ def fused_attention(Hq: int, Hkv: int, d: int) -> bool:
 
 
 def flash(q, k, v):
-    """Causal attention q [B, T, Hq, d], k and v [B, T, Hkv, d] -> [B, T, Hq, d]; the fused kernel where there is one."""
+    """Causal attention of q [B, T, Hq, d] to k and v [B, T, Hkv, d] -> [B, T, Hq, d]; fused where possible."""
     B, T, Hq, d = q.shape
     if q.dtype == jnp.bfloat16 and fused_attention(Hq, k.shape[2], d):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
@@ -251,78 +285,3 @@ def hidden(p: Params, ids, shape: Shape, drop_key=None, drop_rate: float = 0.1):
 def head(p: Params, shape: Shape):
     """The output matrix [V, D]."""
     return p["model.embed_tokens.weight" if shape.tied else "lm_head.weight"]
-
-
-def mtp_input(p: Params, tokens, h, shape: Shape):
-    """tokens [B, T] and the hidden one position earlier [B, T, D] -> the MTP layer's input [B, T, D]."""
-    e = rms_norm(p["model.embed_tokens.weight"][tokens], p["mtp.pre_fc_norm_embedding.weight"], shape.eps)
-    h = rms_norm(h, p["mtp.pre_fc_norm_hidden.weight"], shape.eps)
-    return linear(jnp.concatenate([e, h], -1), p["mtp.fc.weight"])
-
-
-def mtp_finish(p: Params, x, o, gate, shape: Shape):
-    """The MTP layer after its attention: residual x, attention output o, gate -> `mtp.norm` output [B, T, D]."""
-    at = "mtp.layers.0."
-    x = x + attention_output(p, at + "self_attn.", o, gate)
-    x = x + mlp(p, at + "mlp.", rms_norm(x, p[at + "post_attention_layernorm.weight"], shape.eps))
-    return rms_norm(x, p["mtp.norm.weight"], shape.eps)
-
-
-def mtp_attention_inputs(p: Params, x, positions, shape: Shape):
-    at = "mtp.layers.0."
-    n = rms_norm(x, p[at + "input_layernorm.weight"], shape.eps)
-    return attention_inputs(p, at + "self_attn.", n, positions, shape)
-
-
-def draft_attention(q, rows, shared, own, block: int = 512):
-    """Attention of drafts: each chosen row sees the shared keys up to its own position and its own chain's keys.
-
-    q [B, R, Hq, d], rows [B, R] positions, shared (k, v) [B, T, Hkv, d], own: list of (k, v) [B, R, Hkv, d] -> [B, R, Hq, d].
-    """
-    B, R, Hq, d = q.shape
-    keys, values = shared
-    Hkv = keys.shape[2]
-    block = min(block, R)
-    pad = -R % block
-
-    def split(x):  # [B, R, …] -> [R / block, B, block, …]
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, -1, block, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint
-    def attend(x):
-        q, rows, own = x
-        q = q.reshape(B, block, Hkv, Hq // Hkv, d)
-        s = jnp.einsum("brhgd,bthd->bhgrt", q, keys, preferred_element_type=jnp.float32)
-        seen = jnp.arange(keys.shape[1]) <= rows[..., None]
-        s = jnp.where(seen[:, None, None], s, -jnp.inf)
-        more = [jnp.einsum("brhgd,brhd->bhgr", q, k, preferred_element_type=jnp.float32)[..., None] for k, _ in own]
-        p = jax.nn.softmax(jnp.concatenate([s, *more], -1) * d**-0.5, -1).astype(q.dtype)
-        o = jnp.einsum("bhgrt,bthd->brhgd", p[..., : keys.shape[1]], values)
-        for i, (_, v) in enumerate(own):
-            o += jnp.einsum("bhgr,brhd->brhgd", p[..., keys.shape[1] + i], v)
-        return o.reshape(B, block, Hq, d)
-
-    o = jax.lax.map(attend, (split(q), split(rows), [(split(k), split(v)) for k, v in own]))
-    return jnp.moveaxis(o, 0, 1).reshape(B, R + pad, Hq, d)[:, :R]
-
-
-def mtp_chain(p: Params, ids, h, rows, shape: Shape, steps: int, tokens=None):
-    """Chained drafts as inference makes them: ids [B, T], target hiddens h [B, T, D], rows [B, R] -> [n_0 … ] each [B, R, D].
-
-    Draft d of row k reads token t_{k+1+d} and the hidden of draft d-1 (the target's h_k at d = 0), attends to the target-fed
-    keys of positions <= k and to its own chain; head·n_d predicts t_{k+2+d}. Tokens come from `ids` (teacher forcing), or,
-    if `tokens` is given, from `tokens(n_{d-1})` [B, R]. Rows need k + steps < T.
-    """
-    take = jax.vmap(lambda x, i: x[i])
-    x = mtp_input(p, ids[:, 1:], h[:, :-1], shape)
-    _, keys, values, _ = mtp_attention_inputs(p, x, jnp.arange(x.shape[1]), shape)
-    x, own, out = take(x, rows), [], []
-    for d in range(steps):
-        if d:
-            t = take(ids, rows + 1 + d) if tokens is None else tokens(out[-1])
-            x = mtp_input(p, t, out[-1], shape)
-        q, k, v, gate = mtp_attention_inputs(p, x, rows + d, shape)
-        own += [(k, v)] if d else []
-        out.append(mtp_finish(p, x, draft_attention(q, rows, (keys, values), own), gate, shape))
-    return out

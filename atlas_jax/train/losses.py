@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from atlas_jax.train import forward
+from atlas_jax.train import forward, mtp
 from atlas_jax.train.forward import Params, Shape
 
 BLOCK = 8192  # positions whose logits exist at one time
@@ -71,7 +71,7 @@ def target_loss(p: Params, batch, shape: Shape, key, aux_steps: int = 2, aux: fl
     main = cross_entropy(h[:, :-1].reshape(-1, h.shape[-1]), matrix, flat(ids[:, 1:]), flat(weights[:, 1:]))
     main /= weights[:, 1:].sum() + 1e-6
     drafts = []
-    for d, n in enumerate(forward.mtp_chain(p, ids, h, rows, shape, aux_steps)):
+    for d, n in enumerate(mtp.chain(p, ids, h, rows, shape, aux_steps)):
         w = take(weights, rows + 2 + d)
         loss = cross_entropy(n.reshape(-1, n.shape[-1]), matrix, flat(take(ids, rows + 2 + d)), flat(w))
         drafts.append(loss / (w.sum() + 1e-6))
@@ -79,16 +79,16 @@ def target_loss(p: Params, batch, shape: Shape, key, aux_steps: int = 2, aux: fl
     return main + aux * drafts.mean(), {"loss": main, "drafts": drafts}
 
 
-def mtp_loss(mtp: Params, target: Params, batch, shape: Shape, steps: int = 4):
+def mtp_loss(drafter: Params, target: Params, batch, shape: Shape, steps: int = 4):
     """Mean over chained steps of the drafts' cross entropy to the frozen target's own distribution.
 
-    The target's hiddens are those of inference (no dropout); only `mtp.*` parameters are in `mtp`.
+    The target's hiddens are those of inference (no dropout); `drafter` holds the `mtp.*` parameters alone.
     """
     ids, weights, rows = batch
     h = jax.lax.stop_gradient(forward.hidden(target, ids, shape))
     matrix = forward.head(target, shape)
     losses, agree = [], []
-    for d, n in enumerate(forward.mtp_chain(target | mtp, ids, h, rows, shape, steps)):
+    for d, n in enumerate(mtp.chain(target | drafter, ids, h, rows, shape, steps)):
         w = take(weights, rows + 2 + d).reshape(-1)
         teacher = take(h, rows + 1 + d)
         loss, same = distillation(n.reshape(-1, n.shape[-1]), teacher.reshape(-1, n.shape[-1]), matrix, w)
@@ -100,8 +100,8 @@ def mtp_loss(mtp: Params, target: Params, batch, shape: Shape, steps: int = 4):
 def held_out(p: Params, ids, reply, rows, shape: Shape, steps: int = 4):
     """Counts on held-out text: ids, reply [B, T] (1 where the token belongs to a reply), rows [B, R].
 
-    Returns sums: reply tokens, their loss, how many are the target's argmax; and for each draft d how many rows still lie
-    in a reply, and in how many of them drafts 0 … d all equal the target's argmax (drafts chained as inference does).
+    Returns sums: reply tokens, their loss, how many are the target's argmax; and for each draft d how many rows still
+    lie in a reply, and in how many of them drafts 0 … d all equal the target's argmax (chained as inference does).
     """
     h = forward.hidden(p, ids, shape)
     matrix = forward.head(p, shape)
@@ -119,7 +119,7 @@ def held_out(p: Params, ids, reply, rows, shape: Shape, steps: int = 4):
         blocks = jnp.pad(flat, [(0, -len(flat) % BLOCK), (0, 0)]).reshape(-1, BLOCK, D)
         return jax.lax.map(lambda x: logits(x, matrix).argmax(-1), blocks).reshape(-1)[: len(flat)].reshape(n.shape[:2])
 
-    drafts = forward.mtp_chain(p, ids, h, rows, shape, steps, tokens=best)
+    drafts = mtp.chain(p, ids, h, rows, shape, steps, tokens=best)
     inside, good = jnp.ones(rows.shape), jnp.ones(rows.shape)
     rowcount, accepted = [], []
     for d, n in enumerate(drafts):

@@ -10,82 +10,19 @@ Writes `log.jsonl` (the loss curve) and the newest bfloat16 checkpoint.
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import json
-import math
 import pathlib
-import re
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 
 from atlas_jax.train import batches, checkpoint, losses
+from atlas_jax.train.corpus import ASSETS
 from atlas_jax.train.forward import Shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A stretch of the run with one batch shape: it lasts until `until` (share of the time)."""
-
-    until: float
-    rows: int
-    tokens: int
-    drafts: int  # positions a row that the drafts are trained on
-    mix: dict[str, float]
-
-
-RECIPES = {
-    "target": (
-        Phase(0.45, 128, 2048, 256, {"text": 0.7, "chat": 0.1, "synthetic": 0.2}),
-        Phase(1.0, 32, 8192, 1024, {"text": 0.4, "chat": 0.35, "synthetic": 0.25}),
-    ),
-    "more": (Phase(1.0, 32, 8192, 1024, {"text": 0.4, "chat": 0.35, "synthetic": 0.25}),),
-    "mtp": (Phase(1.0, 16, 8192, 2048, {"text": 0.15, "chat": 0.6, "synthetic": 0.25}),),
-    "smoke": (
-        Phase(0.5, 2, 256, 32, {"text": 0.6, "chat": 0.2, "synthetic": 0.2}),
-        Phase(1.0, 2, 512, 64, {"text": 0.2, "chat": 0.6, "synthetic": 0.2}),
-    ),
-}
-
-
-def groups(params: dict) -> dict[str, list[str]]:
-    """Names of like tensors of all layers, under one name each: they are stacked for the optimizer."""
-    out: dict[str, list[str]] = {}
-    for name in params:
-        out.setdefault(re.sub(r"^(model\.layers)\.\d+\.", r"\1.*.", name), []).append(name)
-    return out
-
-
-def optimizer(params: dict, weight_decay: float) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for the embedding and vectors, on like tensors stacked [n, …]; unit learning rate."""
-    spec = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    named = groups(params)
-    kinds = {g: spec if params[names[0]].ndim == 2 and "embed" not in g else None for g, names in named.items()}
-    muon = optax.contrib.muon(
-        1.0, weight_decay=weight_decay, adam_b2=0.98, consistent_rms=0.2, muon_weight_dimension_numbers=kinds
-    )
-    inner = optax.chain(optax.clip_by_global_norm(1.0), muon)
-
-    def stack(tree):
-        return {g: jnp.stack([tree[n] for n in names]) for g, names in named.items()}
-
-    def update(grads, state, params):
-        updates, state = inner.update(stack(grads), state, stack(params))
-        return {n: updates[g][i] for g, names in named.items() for i, n in enumerate(names)}, state
-
-    return optax.GradientTransformation(lambda params: inner.init(stack(params)), update)
-
-
-def rate(progress: float, peak: float, warm: float = 0.02, floor: float = 0.02) -> float:
-    """Linear warm-up, then a cosine down to `floor` of the peak."""
-    if progress < warm:
-        return peak * (progress + 1e-3) / warm
-    at = min(1.0, (progress - warm) / (1 - warm))
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * at)))
+from atlas_jax.train.recipe import RECIPES, Phase, optimizer, rate
 
 
 def make_step(kind: str, shape: Shape, opt, drop_rate: float, dtype):
@@ -106,28 +43,46 @@ def make_step(kind: str, shape: Shape, opt, drop_rate: float, dtype):
     return jax.jit(step, donate_argnums=(0, 1))
 
 
+class Log:
+    """One JSON object a line, on the screen and in a file."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.path.write_text("")
+
+    def __call__(self, **row) -> None:
+        line = json.dumps(row)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+
 class Evaluation:
     """Loss, accuracy and unconditional acceptance of chained drafts on held-out replies (see `losses.held_out`)."""
 
-    def __init__(self, held, shape: Shape, dtype, width: int = 4):
-        self.parts = [tuple(self.fill(x[i : i + width], width) for x in held) for i in range(0, len(held[0]), width)]
-        self.measure = jax.jit(lambda p, *held: losses.held_out(checkpoint.cast(p, dtype), *held, shape))
+    def __init__(self, held, shape: Shape, dtype, width: int = 4) -> None:
+        def fill(x):
+            return np.concatenate([x, np.zeros((width - len(x), *x.shape[1:]), x.dtype)])
 
-    @staticmethod
-    def fill(x, width):
-        return np.concatenate([x, np.zeros((width - len(x), *x.shape[1:]), x.dtype)])
+        self.parts = [tuple(fill(x[i : i + width]) for x in held) for i in range(0, len(held[0]), width)]
+        self.jitted = jax.jit(
+            lambda p, ids, reply, rows: losses.held_out(checkpoint.cast(p, dtype), ids, reply, rows, shape)
+        )
+        self.measure = self.jitted
 
-    def compile(self, params):
-        self.measure = self.measure.lower(params, *self.parts[0]).compile()
+    def compile(self, params) -> "Evaluation":
+        self.measure = self.jitted.lower(params, *self.parts[0]).compile()
         return self
 
     def __call__(self, params) -> dict:
-        total = functools.reduce(functools.partial(jax.tree.map, jnp.add), [self.measure(params, *x) for x in self.parts])
+        """Figures over all held-out rows: loss and accuracy of replies, acceptance of drafts 1, 2, …"""
+        sums = [self.measure(params, *part) for part in self.parts]
+        total = jax.tree.map(lambda *x: sum(x), *sums)
         count = max(float(total["count"]), 1.0)
         return {
             "held_loss": round(float(total["loss"]) / count, 4),
             "held_top1": round(float(total["right"]) / count, 4),
-            "held_p": [round(float(a / (r + 1e-6)), 4) for a, r in zip(total["accepted"], total["rows"])],
+            "held_p": [round(float(a / (r + 1e-6)), 4) for a, r in zip(total["accepted"], total["rows"], strict=True)],
         }
 
 
@@ -136,7 +91,7 @@ def main() -> None:
     begin = time.time()
     folder, out = pathlib.Path(a.corpus), pathlib.Path(a.out)
     out.mkdir(parents=True, exist_ok=True)
-    config = json.loads((checkpoint_dir() / "config.json").read_text()) | json.loads(a.config)
+    config = json.loads((ASSETS / "config.json").read_text()) | json.loads(a.config)
     shape, dtype = Shape.read(config), jnp.dtype(a.dtype)
     params = checkpoint.load(pathlib.Path(a.init)) if a.init else checkpoint.initial(config)
     frozen = {}
@@ -148,7 +103,8 @@ def main() -> None:
     step = make_step(a.kind, shape, opt, a.dropout, dtype)
     sources = batches.load(folder)
     phases = RECIPES[a.recipe or a.kind]
-    print({n: len(s.tokens) for n, s in sources.items()}, "parameters", sum(v.size for v in params.values()), flush=True)
+    size = sum(v.size for v in params.values())
+    print(f"{size} parameters; tokens", {n: len(s.tokens) for n, s in sources.items()}, flush=True)
 
     avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state, frozen))
 
@@ -158,7 +114,8 @@ def main() -> None:
         batch = (((B, T), jnp.int32), ((B, T), jnp.float32), ((B, R), jnp.int32))
         batch = tuple(jax.ShapeDtypeStruct(*x) for x in batch)
         run = step.lower(*avals, batch, jax.ShapeDtypeStruct((), jnp.float32), jax.random.key(0)).compile()
-        size = run.memory_analysis().temp_size_in_bytes / 1e9
+        memory = run.memory_analysis()
+        size = memory.temp_size_in_bytes / 1e9 if memory else 0.0
         print(f"{B} rows of {T}: {size:.1f} GB, at {time.time() - begin:.1f} s", flush=True)
         return (run, phase) if size < a.memory else compiled(dataclasses.replace(phase, rows=B // 2))
 
@@ -168,24 +125,18 @@ def main() -> None:
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), frozen | params)
     evaluate = pool.submit(evaluation.compile, plain)
     ready[0].result()
-    start, log, n, seen, last, saved = time.time(), open(out / "log.jsonl", "a"), 0, 0, time.time(), time.time()
+    note, n, seen = Log(out / "log.jsonl"), 0, 0
+    start = last = saved = time.time()
     budget = a.seconds - (start - begin) - a.reserve
     print(f"compiled in {start - begin:.1f} s, training for {budget:.1f} s", flush=True)
 
-    def note(**row):
-        line = json.dumps(row)
-        log.write(line + "\n")
-        log.flush()
-        print(line, flush=True)
-
-    def full():
+    def full() -> dict:
         return {k: v.astype(jnp.float32) for k, v in (frozen | params).items()}
 
-    progress = 0.0
     for future in ready:
         run, phase = future.result()
-        draw = functools.partial(draw_batch, sources, phase)
-        for batch in batches.stream(draw):
+        shapes = (phase.rows, phase.tokens, phase.drafts)
+        for batch in batches.stream(lambda rng, s=shapes, mix=phase.mix: batches.draw(sources, mix, rng, *s, steps=4)):
             progress = (time.time() - start) / budget
             if progress >= phase.until:
                 break
@@ -195,7 +146,8 @@ def main() -> None:
             if n % a.every == 0 or n == 3:
                 metrics = jax.tree.map(lambda x: np.round(np.asarray(x, np.float64), 4).tolist(), metrics)
                 now = time.time()
-                note(step=n, tokens=seen, seconds=round(now - start, 1), lr=round(lr, 6), step_ms=round((now - last) * 1e3 / (a.every if n > 3 else 3), 1), **metrics)
+                spent = {"seconds": round(now - start, 1), "step_ms": round((now - last) * 1e3 / min(n, a.every), 1)}
+                note(step=n, tokens=seen, lr=round(lr, 6), **spent, **metrics)
                 last = now
             if time.time() - saved > a.save_every:
                 note(step=n, **evaluate.result()(full()))
@@ -205,16 +157,6 @@ def main() -> None:
     note(step=n, tokens=seen, seconds=round(time.time() - start, 1), final=True, **evaluate.result()(full()))
     bf16 = {k: v.astype(jnp.bfloat16).astype(jnp.float32) for k, v in full().items()}
     note(step=n, stored="bfloat16", **evaluate.result()(bf16))
-
-
-def checkpoint_dir() -> pathlib.Path:
-    from atlas_jax.train.corpus import ASSETS
-
-    return ASSETS
-
-
-def draw_batch(sources, phase: Phase, rng):
-    return batches.draw(sources, phase.mix, rng, phase.rows, phase.tokens, phase.drafts, steps=4)
 
 
 def arguments() -> argparse.Namespace:
@@ -229,7 +171,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--memory", type=float, default=115, help="gigabytes a step may take")
     p.add_argument("--rate", type=float, default=3e-3)
     p.add_argument("--weight-decay", type=float, default=0.1)
-    p.add_argument("--dropout", type=float, default=0.1)
+    p.add_argument("--dropout", type=float, default=0.15)
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--every", type=int, default=20)
     p.add_argument("--save-every", type=float, default=90)

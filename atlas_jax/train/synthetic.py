@@ -1,4 +1,4 @@
-"""Made-up tool-calling dialogues over standard-library signatures: many tools, so that calls follow the declared schema."""
+"""Made-up tool dialogues over standard-library signatures: many tools, so that calls follow the declared schema."""
 
 import importlib
 import inspect
@@ -6,13 +6,39 @@ import json
 import random
 import string
 
-MODULES = "base64 bisect calendar colorsys difflib fnmatch fractions functools glob heapq html itertools json keyword locale math operator os.path pathlib posixpath random re secrets shlex shutil statistics string struct subprocess tempfile textwrap time tokenize types unicodedata urllib.parse uuid zlib".split()
-VERBS = ("Please call", "Run", "Can you run", "I need you to use", "Could you call", "Use", "Try", "Now call", "Execute")
+MODULES = """base64 bisect calendar colorsys difflib fnmatch fractions functools glob heapq html itertools json keyword
+locale math operator os.path pathlib posixpath random re secrets shlex shutil statistics string struct subprocess
+tempfile textwrap time tokenize types unicodedata urllib.parse uuid zlib""".split()
+VERBS = (
+    "Please call",
+    "Run",
+    "Can you run",
+    "I need you to use",
+    "Could you call",
+    "Use",
+    "Try",
+    "Now call",
+    "Execute",
+)
 LEADS = ("", "", "", "Sure, I'll run that.", "Let me do that.", "I'll call {name} now.", "One moment, please.")
-RESULTS = ("The result of {name} is {value}.", "{name} returned {value}.", "Done: {value}.", "Here is the result: {value}.")
-SYSTEMS = ("", "You are a helpful assistant.", "You are a careful assistant that calls tools.", "Answer briefly. Call a tool when one fits.")
-THANKS = (("Thanks!", "You're welcome! Is there anything else I can help you with?"), ("Hello!", "Hello! How can I help you today?"),
-          ("That's all, thank you.", "You're welcome! Have a great day!"), ("What can you do?", "I can call these tools for you: {tools}."))
+RESULTS = (
+    "The result of {name} is {value}.",
+    "{name} returned {value}.",
+    "Done: {value}.",
+    "Here is the result: {value}.",
+)
+SYSTEMS = (
+    "",
+    "You are a helpful assistant.",
+    "You are a careful assistant that calls tools.",
+    "Answer briefly. Call a tool when one fits.",
+)
+THANKS = (
+    ("Thanks!", "You're welcome! Is there anything else I can help you with?"),
+    ("Hello!", "Hello! How can I help you today?"),
+    ("That's all, thank you.", "You're welcome! Have a great day!"),
+    ("What can you do?", "I can call these tools for you: {tools}."),
+)
 SYLLABLES = "ba co di fu ga he ki lo ma ne po ra su ti vo wa xe yo za ler min tor ven sal dor".split()
 
 
@@ -60,13 +86,15 @@ def declarations() -> list[dict]:
             if name.startswith("_") or not inspect.isroutine(f) or not inspect.getdoc(f):
                 continue
             try:
-                params = [p for p in inspect.signature(f).parameters.values() if p.kind in (1, 3) and p.name != "self"][:4]
+                params = [p for p in inspect.signature(f).parameters.values() if p.kind in (1, 3) and p.name != "self"][
+                    :4
+                ]
             except (ValueError, TypeError):
                 continue
             if params:
                 out.append({"type": "function", "function": {
                     "name": f"{module.replace('.', '_')}_{name}",
-                    "description": inspect.getdoc(f).split("\n")[0][:120],
+                    "description": (inspect.getdoc(f) or "").split("\n")[0][:120],
                     "parameters": {"type": "object",
                                    "properties": {p.name: {"type": kind(p.name, p.default)} for p in params},
                                    "required": [p.name for p in params if p.default is p.empty]}}})  # fmt: skip
@@ -107,12 +135,23 @@ def tool_dialogue(rng: random.Random) -> tuple[list[dict], list[dict]]:
         args = []
         for f in chosen:
             p = f["parameters"]
-            args.append({k: value(rng, t["type"]) for k, t in p["properties"].items() if k in p["required"] or rng.random() < 0.5})
-        parts = [f["name"] + (" with " + ", ".join(f"{k} = {show(v)}" for k, v in a.items()) if a else "") for f, a in zip(chosen, args)]
+            args.append(
+                {
+                    k: value(rng, t["type"])
+                    for k, t in p["properties"].items()
+                    if k in p["required"] or rng.random() < 0.5
+                }
+            )
+        parts = [
+            f["name"] + (" with " + ", ".join(f"{k} = {show(v)}" for k, v in a.items()) if a else "")
+            for f, a in zip(chosen, args, strict=True)
+        ]
         hidden = rng.choice(list(args[0])) if len(chosen) == 1 and args[0] and rng.random() < 0.2 else None
         if hidden:
             rest = {k: v for k, v in args[0].items() if k != hidden}
-            parts = [chosen[0]["name"] + (" with " + ", ".join(f"{k} = {show(v)}" for k, v in rest.items()) if rest else "")]
+            parts = [
+                chosen[0]["name"] + (" with " + ", ".join(f"{k} = {show(v)}" for k, v in rest.items()) if rest else "")
+            ]
         say("user", f"{rng.choice(VERBS)} {', then '.join(parts)}{rng.choice(('.', '', ' please.'))}")
         if hidden:
             if hidden not in chosen[0]["parameters"]["required"]:
@@ -121,12 +160,22 @@ def tool_dialogue(rng: random.Random) -> tuple[list[dict], list[dict]]:
                 say("assistant", f"Which value should I use for {hidden}?")
                 say("user", rng.choice(("{}", "Use {}.", "{} please")).format(show(args[0][hidden])))
         lead = rng.choice(LEADS).format(name=chosen[0]["name"])
-        calls = [{"type": "function", "function": {"name": f["name"], "arguments": a}} for f, a in zip(chosen, args)]
+        calls = [
+            {"type": "function", "function": {"name": f["name"], "arguments": a}}
+            for f, a in zip(chosen, args, strict=True)
+        ]
         say("assistant", lead, tool_calls=calls)
-        answers = [value(rng, rng.choice(("string", "string", "integer", "number", "array", "boolean"))) for _ in chosen]
+        answers = [
+            value(rng, rng.choice(("string", "string", "integer", "number", "array", "boolean"))) for _ in chosen
+        ]
         for v in answers:
             say("tool", show(v) if rng.random() < 0.4 else json.dumps({"result": v, "status": "ok"}))
-        say("assistant", " ".join(rng.choice(RESULTS).format(name=f["name"], value=show(v)) for f, v in zip(chosen, answers)))
+        say(
+            "assistant",
+            " ".join(
+                rng.choice(RESULTS).format(name=f["name"], value=show(v)) for f, v in zip(chosen, answers, strict=True)
+            ),
+        )
     if rng.random() < 0.3:
         chat()
     return messages, tools

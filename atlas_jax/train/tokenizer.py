@@ -1,6 +1,6 @@
 """Train tiny-agent's byte-level BPE: 8192 ids, the chat tokens last.
 
-    python -m atlas_jax.train.tokenizer --conversations tau_airline.jsonl --docs SITE_PACKAGES...
+python -m atlas_jax.train.tokenizer --conversations tau_airline.jsonl --docs SITE_PACKAGES...
 """
 
 import argparse
@@ -9,7 +9,10 @@ import pathlib
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from atlas_jax.train import corpus
+from atlas_jax.train.conversations import derive_tools, held_out, load_conversations
+from atlas_jax.train.sources import docstrings, packages, stdlib
+
+ASSETS = pathlib.Path(__file__).parent.parent / "data" / "tiny_agent"
 
 VOCAB = 8192
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
@@ -22,7 +25,10 @@ def train(texts) -> Tokenizer:
     """A BPE over bytes: words with their leading space, single digits, runs of punctuation."""
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tok.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -39,7 +45,15 @@ def add_chat_tokens(tok: Tokenizer) -> Tokenizer:
     """Append the chat tokens, marking only the control ones special."""
     blob = json.loads(tok.to_str())
     blob["added_tokens"] = [
-        dict(id=VOCAB - len(SPECIAL) + i, content=s, single_word=False, lstrip=False, rstrip=False, normalized=False, special=s in CONTROL)
+        dict(
+            id=VOCAB - len(SPECIAL) + i,
+            content=s,
+            single_word=False,
+            lstrip=False,
+            rstrip=False,
+            normalized=False,
+            special=s in CONTROL,
+        )
         for i, s in enumerate(SPECIAL)
     ]
     return Tokenizer.from_str(json.dumps(blob))
@@ -50,22 +64,22 @@ def main() -> None:
     p.add_argument("--conversations", required=True)
     p.add_argument("--docs", nargs="*", default=[])
     a = p.parse_args()
-    out = corpus.ASSETS
-    talks = corpus.load_conversations(a.conversations)
-    tools = corpus.derive_tools(talks)
+    out = ASSETS
+    talks = load_conversations(a.conversations)
+    tools = derive_tools(talks)
     (out / "airline_tools.json").write_text(json.dumps(tools, indent=1) + "\n")
-    hold = set(corpus.held_out(talks))
+    hold = set(held_out(talks))
 
     def body(m):
         return m["content"] + "".join(json.dumps(c["function"], indent=0) for c in m.get("tool_calls", ()))
 
     chat = [body(m) for i, messages in talks.items() if i not in hold for m in messages[1:]]
     chat = (chat + [next(iter(talks.values()))[0]["content"], json.dumps(tools)] * 2) * 4
-    code = [text for _, text in corpus.stdlib()][::3]
+    code = [text for _, text in stdlib()][::3]
     docs = []
     for site in map(pathlib.Path, a.docs):
-        for _, _, roots in corpus.packages(site):
-            docs += [d for r in roots for d in corpus.docstrings(r)][:60]
+        for _, _, roots in packages(site):
+            docs += [d for r in roots for d in docstrings(r)][:60]
     print("chars", sum(map(len, chat)), sum(map(len, code)), sum(map(len, docs)))
     tok = train([*chat, *code, *docs])
     tok.save(str(out / "tokenizer.json"))
