@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from atlas_jax.errors import AtlasError, RequestError
-from atlas_jax.terminal import Progress, note, say
+from atlas_jax.terminal import Progress, ask, exit_on_interrupt, note, say
 
 MAX_DRAFTS = 31  # beyond any drafter's use; the state grows with it
 SAMPLING = {
@@ -141,7 +141,7 @@ def run_chat(args: argparse.Namespace) -> int:
             raise RequestError("chat needs a tokenizer, which this model lacks; use generate --prompt-ids")
         progress.clear()
         note("Ctrl-D ends the conversation, /new starts another.")
-        while (line := read_turn()) is not None:
+        while (line := ask()) is not None:
             if line == "/new":
                 messages = list(start)
             elif line:
@@ -225,18 +225,6 @@ def finish(completion: Any) -> int:
     return 1
 
 
-def read_turn() -> str | None:
-    """What the user says next; None at the end."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        with contextlib.suppress(EOFError):
-            import readline  # noqa: F401  # gives `input` editing and history
-
-            return input("> ").strip()
-        return None
-    line = sys.stdin.readline()
-    return line.strip() if line else None
-
-
 def read_ids(option: str, text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
@@ -272,6 +260,8 @@ def encodable(option: str, text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code: 2 for bad input, 130 after Ctrl-C, 1 if decoding failed."""
+    if argv is None:  # this is the process's own program
+        exit_on_interrupt()
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     try:

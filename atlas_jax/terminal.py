@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,40 @@ def note(text: str) -> None:
     """A remark for whoever watches: on stderr, and only on a terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
+
+
+def ask() -> str | None:
+    """What the user says next; None at the end."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    import readline  # noqa: F401  # gives `input` editing and history
+
+    # The line editor restores the terminal on an exception, not on an exit.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return None
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def exit_on_interrupt() -> None:
+    """Makes Ctrl-C end the process with code 130, wherever it is.
+
+    A KeyboardInterrupt may come up in a garbage collector's callback of JAX, which drops it, or inside the import of an
+    extension module, which turns it into an ImportError. Nothing here needs unwinding: pieces of the answer are flushed
+    as they come.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in a shell's background job
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(*_: object) -> None:
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\n")  # the progress bars hide the cursor
+    os._exit(130)
 
 
 class Progress:

@@ -1,5 +1,6 @@
 """The command line over a stand-in runtime: arguments, streams, exit codes. tests/test_cli_models.py has real ones."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,6 +15,16 @@ import numpy as np
 import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass
+class Nap:
+    """Sleeps where a KeyboardInterrupt would be dropped, as in callbacks that JAX gives to the garbage collector."""
+
+    length_s: float
+
+    def __del__(self) -> None:
+        time.sleep(self.length_s)
 
 
 class FakeRuntime:
@@ -54,7 +65,7 @@ class FakeRuntime:
     def stream(self, prompt: Any, **options: Any):
         self.asked.append(([*prompt] if isinstance(prompt, list) else prompt, options))
         for i, word in enumerate(self.words * self.repeat):
-            time.sleep(self.pause_s)
+            Nap(self.pause_s)
             yield SimpleNamespace(text=word, token_ids=[i], completion=None)
         yield SimpleNamespace(text="", token_ids=[], completion=self.completion())
 
@@ -252,7 +263,8 @@ FAKED = """
 import sys, atlas_jax, test_cli
 from atlas_jax import cli
 atlas_jax.load = test_cli.FakeRuntime(pause_s={pause}, repeat=10_000).load
-sys.exit(cli.main(["generate", "m", "--prompt", "x"]))
+sys.argv[1:] = ["generate", "m", "--prompt", "x"]
+sys.exit(cli.main())
 """
 
 
