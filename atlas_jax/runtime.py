@@ -168,10 +168,17 @@ class Runtime:
     """
 
     def __init__(
-        self, config: ModelConfig, run: RunConfig, params: Any, tokenizer: Tokenizer | None = None, progress: Progress | None = None
+        self,
+        config: ModelConfig,
+        run: RunConfig,
+        params: Any,
+        tokenizer: Tokenizer | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if run.max_length > config.max_position_embeddings:
-            raise ConfigError(f"max_length {run.max_length} is beyond the model's {config.max_position_embeddings} positions")
+            raise ConfigError(
+                f"max_length {run.max_length} is beyond the model's {config.max_position_embeddings} positions"
+            )
         self.config, self.run, self.params, self.tokenizer = config, run, params, tokenizer
         self.loop = Loop(config, run, params, progress)
         self._lock = threading.Lock()
@@ -180,7 +187,9 @@ class Runtime:
     def default_drafter(self) -> str:
         return "mtp" if self.config.has_mtp else "none"
 
-    def encode(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any) -> np.ndarray:
+    def encode(
+        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
+    ) -> np.ndarray:
         """Token ids of text, of ids, or of chat messages rendered with the model's template.
 
         Raises:
@@ -191,7 +200,8 @@ class Runtime:
         if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer.json; give the prompt as token ids")
-            text = prompt if isinstance(prompt, str) else render_chat(self.tokenizer, prompt, tools=tools, **template)
+            messages: Any = prompt
+            text = prompt if isinstance(prompt, str) else render_chat(self.tokenizer, messages, tools=tools, **template)
             ids: Sequence[Any] = self.tokenizer.encode(text)
         else:
             ids = prompt  # pyright: ignore[reportAssignmentType]
@@ -241,7 +251,7 @@ class Runtime:
     def _fit(self, ids: np.ndarray, max_tokens: int) -> np.ndarray:
         if ids.size + max_tokens > self.run.max_length:
             raise RequestError(
-                f"the prompt has {ids.size} tokens and {max_tokens} more were asked for, but a sequence holds {self.run.max_length}; "
+                f"the prompt has {ids.size} tokens and {max_tokens} more were asked for; a sequence holds {self.run.max_length}: "
                 f"shorten them or load with a larger max_length (the model's limit is {self.config.max_position_embeddings})"
             )
         return ids
@@ -259,7 +269,11 @@ class Runtime:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
         script = options.get("script")
-        return Request(self._fit(self.encode(prompt, **template), params.max_tokens), params, None if script is None else self.encode(script))
+        return Request(
+            self._fit(self.encode(prompt, **template), params.max_tokens),
+            params,
+            None if script is None else self.encode(script),
+        )
 
     def drafting(self, options: Mapping[str, Any]) -> tuple[Drafter, int]:
         """The drafter and the number of drafts that `options` of `generate` ask for. Raises RequestError."""
@@ -267,18 +281,34 @@ class Runtime:
         drafter = self.default_drafter if drafter is None else drafter
         drafter = drafter_named(drafter) if isinstance(drafter, str) else drafter
         if isinstance(drafter, MtpChain) and not self.config.has_mtp:
-            raise RequestError("drafter 'mtp' needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'none'")
+            raise RequestError(
+                "drafter 'mtp' needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'none'"
+            )
         if not callable(getattr(drafter, "propose", None)):
-            raise RequestError(f"drafter must be one of {', '.join(DRAFTERS)} or an object with `init` and `propose`, got {drafter!r}")
+            raise RequestError(
+                f"drafter is one of {', '.join(DRAFTERS)} or an object with `init` and `propose`, got {drafter!r}"
+            )
         drafts = options.get("drafts")
         if drafts is None:
             drafts = 0 if isinstance(drafter, NoDrafter) else min(3, self.run.max_drafts)
-        if isinstance(drafts, bool) or not isinstance(drafts, (int, np.integer)) or not 0 <= drafts <= self.run.max_drafts:
-            raise RequestError(f"drafts must be an integer in 0 … {self.run.max_drafts} (load with a larger max_drafts for more), got {drafts!r}")
+        if (
+            isinstance(drafts, bool)
+            or not isinstance(drafts, (int, np.integer))
+            or not 0 <= drafts <= self.run.max_drafts
+        ):
+            raise RequestError(
+                f"drafts must be an integer in 0 … {self.run.max_drafts} (load with a larger max_drafts for more), got {drafts!r}"
+            )
         return drafter, 0 if isinstance(drafter, NoDrafter) else int(drafts)
 
     def _stream(self, prompts: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[int, Delta]]:
-        known = {f.name for f in dataclasses.fields(SamplingParams)} | {"drafter", "drafts", "tools", "enable_thinking", "script"}
+        known = {f.name for f in dataclasses.fields(SamplingParams)} | {
+            "drafter",
+            "drafts",
+            "tools",
+            "enable_thinking",
+            "script",
+        }
         if unknown := sorted(set(options) - known):
             raise RequestError(f"unknown option {', '.join(unknown)}; there are {', '.join(sorted(known))}")
         requests = [self._request(p, options) for p in prompts]
@@ -302,7 +332,9 @@ class Runtime:
                     completion = self._complete(requests[step.index], answer, began + compile_s, compile_s, acceptance)
                 yield step.index, Delta(step.token_ids, text, step.finish_reason, completion)
 
-    def _complete(self, request: Request, answer: Answer, began: float, compile_s: float, acceptance: Acceptance) -> Completion:
+    def _complete(
+        self, request: Request, answer: Answer, began: float, compile_s: float, acceptance: Acceptance
+    ) -> Completion:
         count, elapsed = len(answer.token_ids), answer.last_at - began
         timings = Timings(
             compile_s=compile_s,
@@ -331,4 +363,6 @@ def is_batch(prompt: Any) -> bool:
     """Whether `prompt` is a list of prompts rather than one."""
     if isinstance(prompt, (str, np.ndarray)) or not len(prompt):
         return False
-    return isinstance(prompt[0], str) or (isinstance(prompt[0], (Sequence, np.ndarray)) and not isinstance(prompt[0], Mapping))
+    return isinstance(prompt[0], str) or (
+        isinstance(prompt[0], (Sequence, np.ndarray)) and not isinstance(prompt[0], Mapping)
+    )

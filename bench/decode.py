@@ -93,13 +93,15 @@ def measure(runtime: Any, prompts: list[Any], tokens: int, **options: Any) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Decoding of tiny-agent on this machine.")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--skip-compile", action="store_true")
     args = parser.parse_args()
     console = Console(width=110)
-    console.print(f"{MODEL} on {jax.devices()[0].device_kind} ({jax.default_backend()}, {os.cpu_count()} cores), jax {jax.__version__}")
+    console.print(
+        f"{MODEL} on {jax.devices()[0].device_kind} ({jax.default_backend()}, {os.cpu_count()} cores), jax {jax.__version__}"
+    )
 
     if not args.skip_compile:
         cold, warm = compile_times()

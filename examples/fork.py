@@ -18,6 +18,7 @@ LENGTH = 24
 
 runtime = atlas_jax.load("tiny-agent", slots=2, max_length=512)
 model, params, tokenizer = runtime.loop.model, runtime.params, runtime.tokenizer
+assert tokenizer is not None
 prefill = jax.jit(functools.partial(model.apply, method="prefill"), donate_argnums=1)
 verify = jax.jit(functools.partial(model.apply, method="verify"), donate_argnums=1)
 commit = jax.jit(states.commit, donate_argnums=0)

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 import jax
 
 
-def choose[F: Callable](operation: str, implementations: Mapping[str, F], name: str | None, by_platform: Mapping[str, str]) -> F:
+def choose[F: Callable](
+    operation: str, implementations: Mapping[str, F], name: str | None, by_platform: Mapping[str, str]
+) -> F:
     """Returns the implementation called `name`, or the platform's own where `name` is None (the reference elsewhere).
 
     Raises:

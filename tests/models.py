@@ -35,9 +35,7 @@ CONFIGS = {
         model_type="qwen3_5", linear_num_value_heads=3, intermediate_size=96, tie_word_embeddings=True, **_COMMON
     ),
     "moe": ModelConfig(model_type="qwen3_5_moe", linear_num_value_heads=2, **_EXPERTS, **_COMMON),
-    "next": ModelConfig(
-        model_type="qwen3_next", linear_num_value_heads=4, norm_topk_prob=False, **_EXPERTS, **_COMMON
-    ),
+    "next": ModelConfig(model_type="qwen3_next", linear_num_value_heads=4, norm_topk_prob=False, **_EXPERTS, **_COMMON),
 }
 RUN = RunConfig(slots=4, max_length=160, max_drafts=16, row_group=4, page_size=32, prefill_chunk=32)
 

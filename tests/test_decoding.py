@@ -10,13 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import CONFIGS, RUN, assert_same, params_of
+from models import CONFIGS as LARGER
+from models import RUN, assert_same, params_of
 
 from atlas_jax import state as states
+from atlas_jax.config import FULL, LINEAR
 from atlas_jax.decode.drafters import ScriptedDrafter
 from atlas_jax.errors import RequestError
 from atlas_jax.runtime import Runtime
 
+# Two layers and one set of options keep the number and the cost of the executables down; test_exactness has all families.
+CONFIGS = {name: dataclasses.replace(LARGER[name], layer_types=(LINEAR, FULL)) for name in ("dense", "moe")}
+LOGGED = dict(logprobs=True, top_logprobs=2)
 PROMPTS = [np.random.default_rng(7).integers(0, 96, n).tolist() for n in (9, 1, 40, 33)]
 SAMPLED = dict(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.2,
                repetition_penalty=1.2, logit_bias={3: 2.0, 5: -50.0}, seed=11)  # fmt: skip
@@ -41,7 +46,7 @@ def settled(r: Runtime, slot: int, drafter_layer: bool = False):
 
 
 def plain(r: Runtime, prompt, n=24, **options):
-    answer = r.generate(prompt, max_tokens=n, drafter="none", logprobs=True, top_logprobs=2, **options)
+    answer = r.generate(prompt, max_tokens=n, drafter="none", **LOGGED, **options)
     return answer, settled(r, 1)
 
 
@@ -59,32 +64,36 @@ def test_every_draft_length(drafts):
     for acceptance in (1.0, 0.0, 0.6):
         drafter = ScriptedDrafter(acceptance)
         got = r.generate(PROMPTS[0], max_tokens=24, drafter=drafter, drafts=drafts, script=want.token_ids,
-                         logprobs=True, top_logprobs=2)  # fmt: skip
+                         **LOGGED)  # fmt: skip
         same_answer(got, want)
         assert_same(settled(r, 1), state)
         if acceptance == 1.0:
             assert int(got.acceptance.steps) == -(-24 // (drafts + 1))
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "random"])
-@pytest.mark.parametrize(("family", "dtype"), [(f, d) for f in CONFIGS for d in ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype", "drafter"),
+    [("dense", "float32", "mtp"), ("dense", "bfloat16", "mtp"), ("moe", "float32", "mtp"), ("moe", "bfloat16", "mtp"),
+     ("dense", "float32", "random"), ("moe", "bfloat16", "random")],
+)  # fmt: skip
 def test_every_family(family, dtype, drafter):
     r = runtime(family, dtype)
     for prompt in PROMPTS[:3]:
         want, state = plain(r, prompt)
-        got = r.generate(prompt, max_tokens=24, drafter=drafter, drafts=3, logprobs=True, top_logprobs=2)
+        got = r.generate(prompt, max_tokens=24, drafter=drafter, drafts=3, **LOGGED)
         same_answer(got, want)
         assert_same(settled(r, 1), state)
 
 
-@pytest.mark.parametrize("drafter", ["none", "mtp", "random"])
-@pytest.mark.parametrize("family", ["dense", "moe"])
+@pytest.mark.parametrize(
+    ("family", "drafter"), [("dense", "none"), ("dense", "mtp"), ("dense", "random"), ("moe", "mtp")]
+)
 def test_batches_of_mixed_lengths(family, drafter):
     r = runtime(family)
     alone = [plain(r, p, n) for p, n in zip(PROMPTS, (24, 24, 24, 24), strict=True)]
-    for order in ((0, 1), (3, 2, 1, 0), (2, 0, 1)):
+    for order in ((3, 2, 1, 0), (2, 0, 1), (0, 1)) if drafter == "mtp" else ((3, 2, 1, 0),):
         got = r.generate([PROMPTS[i] for i in order], max_tokens=24, drafter=drafter, drafts=None if drafter == "none" else 3,
-                         logprobs=True, top_logprobs=2)  # fmt: skip
+                         **LOGGED)  # fmt: skip
         for slot, i in enumerate(order, 1):
             same_answer(got[slot - 1], alone[i][0])
             assert_same(settled(r, slot), alone[i][1])
@@ -93,7 +102,7 @@ def test_batches_of_mixed_lengths(family, drafter):
 def test_more_prompts_than_slots_run_in_waves():
     r = runtime("dense")
     prompts = [PROMPTS[i % 4] for i in range(6)]
-    got = r.generate(prompts, max_tokens=8, drafts=3)
+    got = r.generate(prompts, max_tokens=8, drafts=3, **LOGGED)
     want = [plain(r, p, 8)[0].token_ids for p in PROMPTS]
     assert [g.token_ids for g in got] == [want[i % 4] for i in range(6)]
 
@@ -104,14 +113,15 @@ def test_sampling_with_a_seed_does_not_depend_on_drafts(family):
     for options in (SAMPLED, dict(temperature=1.0, seed=5), dict(repetition_penalty=1.5, presence_penalty=1.0)):
         want, state = plain(r, PROMPTS[2], **options)
         for drafter in ("mtp", "random"):
-            got = r.generate(PROMPTS[2], max_tokens=24, drafter=drafter, drafts=3, logprobs=True, top_logprobs=2, **options)
+            got = r.generate(PROMPTS[2], max_tokens=24, drafter=drafter, drafts=3, **LOGGED, **options)
             same_answer(got, want)
             assert_same(settled(r, 1), state)
         got = r.generate(PROMPTS[2], max_tokens=24, drafter="forced-accept", drafts=3, script=want.token_ids,
-                         logprobs=True, top_logprobs=2, **options)  # fmt: skip
+                         **LOGGED, **options)  # fmt: skip
         same_answer(got, want)
         assert int(got.acceptance.steps) == 6
-    assert r.generate(PROMPTS[2], temperature=1.0, seed=1).token_ids != r.generate(PROMPTS[2], temperature=1.0, seed=2).token_ids
+    one, other = (r.generate(PROMPTS[2], temperature=1.0, seed=seed, drafts=3, **LOGGED).token_ids for seed in (1, 2))
+    assert one != other
 
 
 def test_a_stop_id_inside_an_accepted_span_cuts_everything_there():
@@ -123,7 +133,7 @@ def test_a_stop_id_inside_an_accepted_span_cuts_everything_there():
         one, state = plain(r, PROMPTS[0], stop_token_ids=(stop,))
         assert one.token_ids == want.token_ids[: first + 1] and one.finish_reason == "stop"
         got = r.generate(PROMPTS[0], max_tokens=24, drafter="forced-accept", drafts=7, script=want.token_ids,
-                         stop_token_ids=stop, logprobs=True, top_logprobs=2)  # fmt: skip
+                         stop_token_ids=stop, **LOGGED)  # fmt: skip
         same_answer(got, one)
         assert_same(settled(r, 1), state)
         assert got.acceptance.emitted == len(got.token_ids)
@@ -133,7 +143,7 @@ def test_a_stop_id_inside_an_accepted_span_cuts_everything_there():
 def test_length_cuts_everything_there(n):
     r = runtime("dense")
     want, state = plain(r, PROMPTS[0], n)
-    got = r.generate(PROMPTS[0], max_tokens=n, drafter="mtp", drafts=3, logprobs=True, top_logprobs=2)
+    got = r.generate(PROMPTS[0], max_tokens=n, drafter="mtp", drafts=3, **LOGGED)
     same_answer(got, want)
     assert got.finish_reason == "length" and len(got.token_ids) == n
     assert_same(settled(r, 1), state)
@@ -143,10 +153,10 @@ def test_a_sequence_may_fill_its_slot():
     r = runtime("dense")
     room = RUN.max_length - len(PROMPTS[2])
     want, state = plain(r, PROMPTS[2], room)
-    got = r.generate(PROMPTS[2], max_tokens=room, drafter="mtp", drafts=7, logprobs=True, top_logprobs=2)
+    got = r.generate(PROMPTS[2], max_tokens=room, drafter="mtp", drafts=7, **LOGGED)
     same_answer(got, want)
     assert_same(settled(r, 1), state)
-    with pytest.raises(RequestError, match="holds 160"):
+    with pytest.raises(RequestError, match="a sequence holds 160"):
         r.generate(PROMPTS[2], max_tokens=room + 1)
 
 
@@ -167,7 +177,7 @@ def test_a_cut_on_the_host_equals_having_stopped_there():
             seen.extend(tokens)
             return keep - (len(seen) - len(tokens)) if len(seen) >= keep else None
 
-        steps = list(r.loop.decode([request], drafter_named("forced-accept"), 7, None, cut))
+        steps = list(r.loop.decode([request], drafter_named("forced-accept"), 7, 2, cut))
         got = [t for s in steps for t in s.token_ids]
         assert got == want.token_ids[:keep] and steps[-1].finish_reason == "stop"
         state = settled(r, 1)
@@ -180,8 +190,8 @@ def test_the_drafter_layer_is_a_function_of_the_tokens():
     r = runtime("dense")
     states_ = []
     want, _ = plain(r, PROMPTS[0])
-    for drafter, drafts in (("forced-accept", 3), ("forced-reject", 3), ("mtp", 5), ("random", 3)):
-        r.generate(PROMPTS[0], max_tokens=24, drafter=drafter, drafts=drafts, script=want.token_ids)
+    for drafter, drafts in (("forced-accept", 7), ("forced-reject", 3), ("mtp", 3)):
+        r.generate(PROMPTS[0], max_tokens=24, drafter=drafter, drafts=drafts, script=want.token_ids, **LOGGED)
         snapshot = settled(r, 1, drafter_layer=True)
         # the last round's rows are fed by the next one, which never came
         upto = int(snapshot.length) - 1 - drafts
@@ -195,30 +205,27 @@ def test_the_drafter_layer_is_a_function_of_the_tokens():
 
 
 def test_numbers_that_are_not_finite_end_one_request_only():
-    r = runtime("dense")
-    poisoned = jax.tree.map(lambda x: x, r.params)
-    poisoned["params"]["embedding"] = r.params["params"]["embedding"].at[95].set(jnp.nan)
-    poisoned["params"]["embedding"] = poisoned["params"]["embedding"]
+    """Token 95 has an embedding that is not a number: whoever reads it fails, whoever runs beside it does not notice."""
+    weights = dict(runtime("dense").params["params"])
+    weights["head"] = weights["embedding"].T
+    weights["embedding"] = weights["embedding"].at[95].set(jnp.nan)
     config = dataclasses.replace(CONFIGS["dense"], tie_word_embeddings=False)
-    poisoned["params"]["head"] = r.params["params"]["embedding"].T
-    bad = Runtime(config, r.run, poisoned)
-    clean = [p for p in (PROMPTS[0], PROMPTS[3])]
-    clean = [[t % 90 for t in p] for p in clean]
-    bias = {95: -100.0}
-    want = [bad.generate(p, max_tokens=16, drafter="none", logit_bias=bias) for p in clean]
+    r = Runtime(config, runtime("dense").run, {"params": weights})
+    options = dict(max_tokens=16, drafter="mtp", drafts=3, logit_bias={95: -100.0})
+    clean = [[t % 90 for t in p] for p in PROMPTS]
+    want = r.generate(clean, **options)
     assert all(w.finish_reason == "length" for w in want)
-    for drafter in ("none", "mtp"):
-        got = bad.generate([clean[0], [5, 95, 7], clean[1]], max_tokens=16, drafter=drafter, logit_bias=bias)
-        assert got[1].finish_reason == "error" and got[1].token_ids == []
-        assert [got[0].token_ids, got[2].token_ids] == [w.token_ids for w in want]
-        again = bad.generate([clean[1], clean[0]], max_tokens=16, drafter=drafter, logit_bias=bias)
-        assert [g.token_ids for g in again] == [want[1].token_ids, want[0].token_ids]
+    got = r.generate([clean[0], [5, 95, 7], clean[2], clean[3]], **options)
+    assert got[1].finish_reason == "error" and got[1].token_ids == []
+    assert [got[i].token_ids for i in (0, 2, 3)] == [want[i].token_ids for i in (0, 2, 3)]
+    again = r.generate(clean, **options)
+    assert [g.token_ids for g in again] == [w.token_ids for w in want]
 
 
 def test_counters_count():
     r = runtime("dense")
     want, _ = plain(r, PROMPTS[0])
-    script = dict(script=want.token_ids, max_tokens=24, drafts=3)
+    script = dict(script=want.token_ids, max_tokens=24, drafts=3, **LOGGED)
     right = r.generate(PROMPTS[0], drafter="forced-accept", **script).acceptance
     for counts in (right.offered, right.matched, right.reached, right.accepted):
         assert np.asarray(counts)[:3].tolist() == [6, 6, 6] and not np.asarray(counts)[3:].any()
@@ -231,22 +238,22 @@ def test_counters_count():
     assert np.asarray(some.offered)[1] > np.asarray(some.reached)[1] > 0
     for part in (right, wrong, some):
         assert part.emitted == 24
-        assert part.drafts_accepted == 24 - int(part.steps) or part.drafts_accepted == 24 - int(part.steps) + 1
+        assert part.drafts_accepted in (24 - int(part.steps), 24 - int(part.steps) + 1)
 
 
 def test_one_executable_per_row_count_and_no_second_trace(count_traces):
     r = runtime("dense")
-    r.generate(PROMPTS[0], max_tokens=6, drafter="mtp", drafts=3)
+    r.generate(PROMPTS[0], max_tokens=6, drafter="mtp", drafts=3, **LOGGED)
     with count_traces() as traces:
         for prompt in (PROMPTS[0], PROMPTS[0][:5]):
-            r.generate(prompt, max_tokens=12, drafter="mtp", drafts=3)
-            r.generate(prompt, max_tokens=12, drafter="mtp", drafts=3, **SAMPLED)
+            r.generate(prompt, max_tokens=12, drafter="mtp", drafts=3, **LOGGED)
+            r.generate(prompt, max_tokens=12, drafter="mtp", drafts=3, **SAMPLED, **LOGGED)
     assert not {k: v for k, v in traces.items() if k in ("dispatch", "prefill", "open_slot", "start_slot")}, traces
 
 
 def test_state_is_updated_in_place():
     r = runtime("dense")
-    r.generate(PROMPTS[0], max_tokens=2, drafter="mtp", drafts=3)
+    r.generate(PROMPTS[0], max_tokens=2, drafter="mtp", drafts=3, **LOGGED)
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(r.loop._state))
     decode = [c for key, c in r.loop.executables._compiled.items() if key[0] == "decode"]
     assert decode and all(c.memory_analysis().alias_size_in_bytes >= state_bytes for c in decode)
@@ -255,15 +262,17 @@ def test_state_is_updated_in_place():
 def test_closing_a_stream_leaves_a_usable_runtime():
     r = runtime("dense")
     want, _ = plain(r, PROMPTS[0])
-    stream = r.stream(PROMPTS[0], max_tokens=100, drafter="mtp", drafts=3)
+    stream = r.stream(PROMPTS[0], max_tokens=100, drafter="mtp", drafts=3, **LOGGED)
     next(stream)
     stream.close()
-    got = r.generate(PROMPTS[0], max_tokens=24, drafter="mtp", drafts=3, logprobs=True, top_logprobs=2)
+    got = r.generate(PROMPTS[0], max_tokens=24, drafter="mtp", drafts=3, **LOGGED)
     same_answer(got, want)
 
 
 def test_rounds_per_dispatch_do_not_matter():
     want, _ = plain(runtime("dense"), PROMPTS[0])
-    r = Runtime(CONFIGS["dense"], dataclasses.replace(runtime("dense").run, rounds_per_dispatch=1), runtime("dense").params)
-    got = r.generate(PROMPTS[0], max_tokens=24, drafter="mtp", drafts=3, logprobs=True, top_logprobs=2)
+    r = Runtime(
+        CONFIGS["dense"], dataclasses.replace(runtime("dense").run, rounds_per_dispatch=1), runtime("dense").params
+    )
+    got = r.generate(PROMPTS[0], max_tokens=24, drafter="mtp", drafts=3, **LOGGED)
     same_answer(got, want)

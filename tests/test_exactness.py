@@ -67,7 +67,9 @@ def test_neighbours_do_not_matter(family, dtype):
     for b in range(4):
         logits, alone = s.feed(s.init(), 1, texts[b][: done[b]])
         np.testing.assert_array_equal(np.concatenate(seen[b]), logits)
-        assert_same(without_drafter(s.snapshot(state, jnp.int32(b + 1))), without_drafter(s.snapshot(alone, jnp.int32(1))))
+        assert_same(
+            without_drafter(s.snapshot(state, jnp.int32(b + 1))), without_drafter(s.snapshot(alone, jnp.int32(1)))
+        )
 
 
 def test_a_used_slot_is_as_good_as_new():
@@ -173,7 +175,7 @@ def test_guards_name_the_numbers():
         verify_guard(state, [5], [[1]], [1], 96)
     with pytest.raises(StateError, match="once a call"):
         verify_guard(state, [2, 2], [[1], [1]], [1, 1], 96)
-    with pytest.raises(StateError, match="18 rows.*at most 17"):
+    with pytest.raises(StateError, match=r"18 rows.*at most 17"):
         verify_guard(state, [1], [[1] * 18], [18], 96)
     with pytest.raises(StateError, match=r"0 … 2, got \[3\]"):
         verify_guard(state, [1], [[1, 1]], [3], 96)

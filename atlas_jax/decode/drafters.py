@@ -1,14 +1,14 @@
 """Drafters: what proposes the tokens that the target then verifies.
 
-A drafter is a small frozen object with a name and two pure functions, so that a jitted round can hold it as a constant and its state
-travels as a pytree. Whatever it proposes, the output is that of plain decoding: only the speed depends on it.
+A drafter is a small frozen object with a name and two pure functions, so that a jitted round can hold it as a constant and its
+state travels as a pytree. Whatever it proposes, the output is that of plain decoding: only the speed depends on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,13 @@ class DraftContext(NamedTuple):
     seed: UInt32[Array, " B"]
     vocab_size: int
     logits: Callable[[Array], Array]  # normed hidden [B, D] -> float32 logits [B, V] by the target's head
-    step: Callable[..., tuple[Array, TargetState]]  # (target, tokens [B], hidden [B, D], position [B]) -> (hidden [B, D], target)
+    step: Callable[
+        ..., tuple[Array, TargetState]
+    ]  # (target, tokens [B], hidden [B, D], position [B]) -> (hidden [B, D], target)
 
 
-class Proposal(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Proposal:
     """Drafts, how many of them count for each sequence, and the states that proposing left."""
 
     tokens: Int[Array, "B D"]
@@ -45,8 +48,9 @@ class Proposal(NamedTuple):
     state: Any
 
 
+@runtime_checkable
 class Drafter(Protocol):
-    """`init` makes the drafter's state (leaves with a leading slot axis); `propose` drafts up to `drafts` >= 1 tokens a sequence."""
+    """`init` makes the drafter's state (leaves with a leading slot axis); `propose` drafts up to `drafts` >= 1 tokens each."""
 
     name: ClassVar[str]
 

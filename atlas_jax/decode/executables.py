@@ -15,7 +15,7 @@ from atlas_jax.config import RunConfig
 from atlas_jax.decode import round as rounds
 from atlas_jax.decode.drafters import Drafter
 from atlas_jax.decode.state import DecodeState, cut_slot, open_slot, start_slot
-from atlas_jax.models import HybridModel
+from atlas_jax.models import HybridModel, call
 from atlas_jax.shapes import Array
 
 Progress = Callable[[str], None]
@@ -29,7 +29,9 @@ class Executables:
         self.compile_s = 0.0
         self._compiled: dict[Any, Any] = {}
 
-    def get(self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]) -> Any:
+    def get(
+        self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
+    ) -> Any:
         """The executable of `key`, compiled for the shapes of `args` if it is new."""
         if key not in self._compiled:
             if self.progress:
@@ -39,17 +41,25 @@ class Executables:
             self.compile_s += time.perf_counter() - began
         return self._compiled[key]
 
-    def dispatch(self, drafter: Drafter, K: int, n_top: int | None, params: Any, state: DecodeState, slots: Array) -> Any:
+    def dispatch(
+        self, drafter: Drafter, K: int, n_top: int | None, params: Any, state: DecodeState, slots: Array
+    ) -> Any:
         """(params, state, slots, rounds) -> (state, Emitted, finish): rounds of verifies of K rows."""
         function = functools.partial(rounds.dispatch, self.model, drafter, K, n_top, self.run.rounds_per_dispatch)
-        key = ("decode", f"rows={K}", f"sequences={slots.shape[0]}", drafter, "" if n_top is None else f"logprobs={n_top}")
+        key = (
+            "decode",
+            f"rows={K}",
+            f"sequences={slots.shape[0]}",
+            drafter,
+            "" if n_top is None else f"logprobs={n_top}",
+        )
         return self.get(key, function, (params, state, slots, jnp.int32(1)), (1,))
 
     def prefill(self, size: int, params: Any, state: DecodeState) -> Any:
         """(params, state, slot, tokens [size], n) -> state."""
 
         def prefill(params, state: DecodeState, slot, tokens, n):
-            target = self.model.apply(params, state.target, slot, tokens, n, method="prefill")[2]
+            target = call(self.model, params, state.target, slot, tokens, n, method="prefill")[2]
             return dataclasses.replace(state, target=target)
 
         args = (params, state, jnp.int32(1), jnp.zeros(size, jnp.int32), jnp.int32(1))
@@ -59,8 +69,8 @@ class Executables:
         """(params, state, slot, tokens [size], n) -> (float32 logits [size, V], state)."""
 
         def logits(params, state: DecodeState, slot, tokens, n):
-            hidden, _, target = self.model.apply(params, state.target, slot, tokens, n, method="prefill")
-            return self.model.apply(params, hidden, method="logits"), dataclasses.replace(state, target=target)
+            hidden, _, target = call(self.model, params, state.target, slot, tokens, n, method="prefill")
+            return call(self.model, params, hidden, method="logits"), dataclasses.replace(state, target=target)
 
         args = (params, state, jnp.int32(1), jnp.zeros(size, jnp.int32), jnp.int32(1))
         return self.get(("logits", f"tokens={size}", _structure(state)), logits, args, (1,))

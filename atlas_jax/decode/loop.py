@@ -73,8 +73,8 @@ class Loop:
         state = self._take_state(drafter)
         try:
             state = self._open(state, requests, drafter, drafts, n_top, slots)
-            for state, steps in self._rounds(state, requests, drafter, drafts, n_top, slots, cut):  # noqa: B007
-                self._state = state
+            for latest, steps in self._rounds(state, requests, drafter, drafts, n_top, slots, cut):
+                self._state = latest
                 yield from steps
         except BaseException as error:
             # A step that failed half-way has consumed its donated state: the next batch starts from a new one. A closed
@@ -87,15 +87,22 @@ class Loop:
         """Acceptance of the first `count` slots' requests, as counted on the device."""
         assert self._state is not None
         counters = jax.device_get(self._state.counters)
-        return [Acceptance(**{f: getattr(counters, f)[slot] for f in counters.__dataclass_fields__}) for slot in range(1, count + 1)]
+        return [
+            Acceptance(**{f: getattr(counters, f)[slot] for f in counters.__dataclass_fields__})
+            for slot in range(1, count + 1)
+        ]
 
     def logits(self, prompt: np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of every position of a prompt, by prefill."""
         state = self._take_state(None)
-        state = self.executables.open(state, self._values(prompt, SamplingParams()))(state, jnp.int32(1), self._values(prompt, SamplingParams()))
+        state = self.executables.open(state, self._values(prompt, SamplingParams()))(
+            state, jnp.int32(1), self._values(prompt, SamplingParams())
+        )
         parts = []
         for tokens, n in self._chunks(prompt):
-            out, state = self.executables.hiddens(tokens.size, self.params, state)(self.params, state, jnp.int32(1), tokens, jnp.int32(n))
+            out, state = self.executables.hiddens(tokens.size, self.params, state)(
+                self.params, state, jnp.int32(1), tokens, jnp.int32(n)
+            )
             parts.append(np.asarray(out)[:n])
         self._state = state
         return np.concatenate(parts)
@@ -121,7 +128,15 @@ class Loop:
             size = next(s for s in sizes if s >= part.size)
             yield np.pad(part, (0, size - part.size)).astype(np.int32), part.size
 
-    def _open(self, state: DecodeState, requests: list[Request], drafter: Drafter, drafts: int, n_top: int | None, slots: np.ndarray) -> DecodeState:
+    def _open(
+        self,
+        state: DecodeState,
+        requests: list[Request],
+        drafter: Drafter,
+        drafts: int,
+        n_top: int | None,
+        slots: np.ndarray,
+    ) -> DecodeState:
         """Compiles what the batch needs, then prefills every prompt but for its last token, which the first round reads."""
         values = [self._values(r.prompt, r.params) for r in requests]
         open_slot, start_slot = self.executables.open(state, values[0]), self.executables.start(state)
@@ -135,7 +150,9 @@ class Loop:
             slot = jnp.int32(i + 1)
             state = open_slot(state, slot, values[i])
             for tokens, n in chunks[i]:
-                state = self.executables.prefill(tokens.size, self.params, state)(self.params, state, slot, tokens, jnp.int32(n))
+                state = self.executables.prefill(tokens.size, self.params, state)(
+                    self.params, state, slot, tokens, jnp.int32(n)
+                )
             state = start_slot(state, slot)
             if isinstance(drafter, ScriptedDrafter) and request.script is not None:
                 script = np.zeros(self.run.max_length + 1, np.int32)
@@ -146,7 +163,14 @@ class Loop:
         return state
 
     def _rounds(
-        self, state: DecodeState, requests: list[Request], drafter: Drafter, drafts: int, n_top: int | None, slots: np.ndarray, cut: Any
+        self,
+        state: DecodeState,
+        requests: list[Request],
+        drafter: Drafter,
+        drafts: int,
+        n_top: int | None,
+        slots: np.ndarray,
+        cut: Any,
     ) -> Iterator[tuple[DecodeState, list[Step]]]:
         run_rounds = self.executables.dispatch(drafter, drafts + 1, n_top, self.params, state, jnp.asarray(slots))
         # A stop string is found on the host, which may then have to take back part of the last round: no round may follow it.
@@ -190,6 +214,8 @@ class Loop:
             places = [(r, k) for r in rounds for k in range(emitted.counts[r, i])][: len(token_ids)]
             logprobs = [float(emitted.logprobs[r, i, k]) for r, k in places]
             n = request.params.top_logprobs
-            pairs = [zip(emitted.top_ids[r, i, k, :n], emitted.top_logprobs[r, i, k, :n], strict=True) for r, k in places]
+            pairs = [
+                zip(emitted.top_ids[r, i, k, :n], emitted.top_logprobs[r, i, k, :n], strict=True) for r, k in places
+            ]
             top = [[(int(t), float(p)) for t, p in pair] for pair in pairs]
         return Step(i, token_ids, logprobs, top, reason), keep

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from atlas_jax.decode import sampling
 from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter
 from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, Counters, DecodeState
-from atlas_jax.models import HybridModel
+from atlas_jax.models import HybridModel, call
 from atlas_jax.shapes import Array, Bool, Float, Int
 from atlas_jax.state import commit
 from pallas_kernels.rows import by_row_group, live_rows
@@ -91,17 +91,19 @@ def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array) -> t
     n = state.feed_count[slots]
     start = state.target.length[slots] - n + 1
     args = (state.target, slots, state.feed_tokens[slots], state.feed_hidden[slots], start, n)
-    rows, target = model.apply(params, *args, method="draft")
+    rows, target = call(model, params, *args, method="draft")
     return jnp.take_along_axis(rows, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0], target
 
 
-def propose(model: HybridModel, params: Any, drafter: Drafter, drafts: int, state: DecodeState, slots: Array, hidden: Array) -> Any:
+def propose(
+    model: HybridModel, params: Any, drafter: Drafter, drafts: int, state: DecodeState, slots: Array, hidden: Array
+) -> Any:
     """Asks the drafter for tokens; `hidden` is `feed`'s."""
 
     def step(target, tokens, hidden, position):
         fits = (position < target.capacity).astype(jnp.int32)
         args = (target, slots, tokens[:, None], hidden[:, None], position, fits)
-        hidden, target = model.apply(params, *args, grouped=False, method="draft")
+        hidden, target = call(model, params, *args, grouped=False, method="draft")
         return hidden[:, 0], target
 
     context = DraftContext(
@@ -111,14 +113,20 @@ def propose(model: HybridModel, params: Any, drafter: Drafter, drafts: int, stat
         hidden=hidden,
         seed=state.sampler.seed[slots],
         vocab_size=model.config.vocab_size,
-        logits=lambda hidden: model.apply(params, hidden, method="logits"),
+        logits=lambda hidden: call(model, params, hidden, method="logits"),
         step=step,
     )
     return drafter.propose(context, state.target, state.drafter, drafts)
 
 
 def run_round(
-    model: HybridModel, params: Any, drafter: Drafter, K: int, n_top: int | None, state: DecodeState, slots: Int[Array, " B"]
+    model: HybridModel,
+    params: Any,
+    drafter: Drafter,
+    K: int,
+    n_top: int | None,
+    state: DecodeState,
+    slots: Int[Array, " B"],
 ) -> tuple[DecodeState, Any]:
     """One round of B sequences with verifies of up to K rows. Returns the state and one round of `Emitted`."""
     B = slots.shape[0]
@@ -139,7 +147,7 @@ def run_round(
     room = jnp.minimum(state.remaining[slots], target.capacity - length)
     n_rows = jnp.where(running, jnp.minimum(n_rows, room), 0)
 
-    logits, hidden, target = model.apply(params, target, slots, tokens, n_rows, method="verify")
+    logits, hidden, target = call(model, params, target, slots, tokens, n_rows, method="verify")
     finite = jnp.isfinite(logits).all(-1) | (jnp.arange(K) >= n_rows[:, None])
     picks = sampling.pick(state.sampler, slots, logits, tokens, length + 1, n_rows, model.row_group)
     verdict = accept(tokens, picks, finite, n_rows, state.remaining[slots], state.stop_ids[slots], state.finish[slots])
@@ -151,7 +159,12 @@ def run_round(
     # Rows past the emitted ones land in the sentinel column.
     emitted = jnp.arange(K) < n[:, None]
     column = jnp.where(emitted, length[:, None] + 1 + jnp.arange(K), state.tokens.shape[1] - 1)
-    fed = lambda old, new: old.at[slots, :K].set(jnp.where((n > 0).reshape(B, *[1] * (new.ndim - 1)), new, old[slots, :K]))  # noqa: E731
+    kept = n == 0
+
+    def fed(old: Array, new: Array) -> Array:
+        unchanged = kept.reshape(B, *[1] * (new.ndim - 1))
+        return old.at[slots, :K].set(jnp.where(unchanged, old[slots, :K], new))
+
     state = dataclasses.replace(
         state,
         target=target,
@@ -168,7 +181,9 @@ def run_round(
     return state, (picks, n, *_log_probabilities(logits, picks, n_rows, n_top, model.row_group))
 
 
-def _log_probabilities(logits: Array, picks: Array, n_rows: Array, n_top: int | None, row_group: int) -> tuple[Array, Array, Array]:
+def _log_probabilities(
+    logits: Array, picks: Array, n_rows: Array, n_top: int | None, row_group: int
+) -> tuple[Array, Array, Array]:
     B, K, V = logits.shape
     if n_top is None:
         return jnp.zeros((B, 0)), jnp.zeros((B, K, 0)), jnp.zeros((B, K, 0), jnp.int32)
@@ -178,7 +193,15 @@ def _log_probabilities(logits: Array, picks: Array, n_rows: Array, n_top: int | 
 
 
 def dispatch(
-    model: HybridModel, drafter: Drafter, K: int, n_top: int | None, max_rounds: int, params: Any, state: DecodeState, slots: Array, rounds: Array
+    model: HybridModel,
+    drafter: Drafter,
+    K: int,
+    n_top: int | None,
+    max_rounds: int,
+    params: Any,
+    state: DecodeState,
+    slots: Array,
+    rounds: Array,
 ) -> tuple[DecodeState, Emitted, Int[Array, " B"]]:
     """Runs up to `rounds` <= max_rounds rounds, fewer once every sequence is finished.
 

@@ -12,7 +12,7 @@ import numpy as np
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.request import MAX_STOPS, SamplingParams
 from atlas_jax.decode.sampling import SamplerState, init_sampler, set_slot, slot_values
-from atlas_jax.shapes import Array, Bool, Float, Int
+from atlas_jax.shapes import Array, Float, Int
 from atlas_jax.state import TargetState, free, init
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
@@ -59,7 +59,6 @@ def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) ->
     """All slots empty and finished."""
     S, M = run.slots + 1, run.max_rows
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
-    drafts = [zeros(S, M - 1) for _ in range(4)]
     return DecodeState(
         target=init(config, run),
         sampler=init_sampler(S, config.vocab_size),
@@ -70,12 +69,19 @@ def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) ->
         remaining=zeros(S),
         finish=jnp.full(S, STOP, jnp.int32),
         stop_ids=jnp.full((S, MAX_STOPS * 2), -1, jnp.int32),
-        counters=Counters(zeros(S), *drafts, zeros(S, M + 1)),
+        counters=Counters(
+            steps=zeros(S),
+            offered=zeros(S, M - 1),
+            matched=zeros(S, M - 1),
+            reached=zeros(S, M - 1),
+            accepted=zeros(S, M - 1),
+            histogram=zeros(S, M + 1),
+        ),
         drafter=drafter_state,
     )
 
 
-def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Array]) -> DecodeState:
+def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Any]) -> DecodeState:
     """Gives an empty slot to a request; `values` are `request_values`'. The prompt's prefill comes next, then `start_slot`."""
     at = lambda x, y: x.at[slot].set(y)  # noqa: E731
     counters = jax.tree.map(lambda x: at(x, 0), state.counters)

@@ -44,12 +44,16 @@ class Attention(Block):
         q, k = (rotate(y, positions, c.rotary_dim, c.rope_theta) for y in (q, k))
         return Projected(q, gate, k, v)
 
-    def finish(self, out: Float[Array, "*rows H Dh"], gate: Float[Array, "*rows H Dh"], i: int) -> Float[Array, "*rows D"]:
+    def finish(
+        self, out: Float[Array, "*rows H Dh"], gate: Float[Array, "*rows H Dh"], i: int
+    ) -> Float[Array, "*rows D"]:
         """Output gate, then the output projection of layer `i`."""
         y = out * jax.nn.sigmoid(gate)
         return project(y.reshape(*y.shape[:-2], -1), self.out_proj[i])
 
 
-def causal_attention(q: Float[Array, "B T H Dh"], k: Float[Array, "B T Hkv Dh"], v: Float[Array, "B T Hkv Dh"]) -> Float[Array, "B T H Dh"]:
+def causal_attention(
+    q: Float[Array, "B T H Dh"], k: Float[Array, "B T Hkv Dh"], v: Float[Array, "B T Hkv Dh"]
+) -> Float[Array, "B T H Dh"]:
     """Attention of whole sequences without a cache, for training."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)

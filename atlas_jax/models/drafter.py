@@ -43,7 +43,9 @@ class MtpDrafter(nn.Module):
         x = self.mix(embedded, hidden)
         return x, self.attention.project(self._norm(x, self.input_norm), positions, 0)
 
-    def leave(self, x: Float[Array, "R D"], out: Float[Array, "R H Dh"], gate: Float[Array, "R H Dh"], *, few_rows: bool) -> Float[Array, "R D"]:
+    def leave(
+        self, x: Float[Array, "R D"], out: Float[Array, "R H Dh"], gate: Float[Array, "R H Dh"], *, few_rows: bool
+    ) -> Float[Array, "R D"]:
         """From attention's output to the normed hidden, which is both the next step's hidden and the head's input."""
         x = x + self.attention.finish(out, gate, 0)
         x = x + self.feed_forward(self._norm(x, self.post_norm), 0, few_rows=few_rows)

@@ -30,8 +30,12 @@ class GatedDeltaNet(Block):
         c = self.config
         heads, width = c.linear_num_value_heads, c.conv_channels + c.value_size + 2 * c.linear_num_value_heads
         self.in_proj = self.weight("in_proj", scaled_normal(c.hidden_size), (c.hidden_size, width))
-        self.conv = self.weight("conv", scaled_normal(c.linear_conv_kernel_dim), (c.linear_conv_kernel_dim, c.conv_channels))
-        self.a_log = self.vector("a_log", lambda key, shape, dtype: jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0)), (heads,))
+        self.conv = self.weight(
+            "conv", scaled_normal(c.linear_conv_kernel_dim), (c.linear_conv_kernel_dim, c.conv_channels)
+        )
+        self.a_log = self.vector(
+            "a_log", lambda key, shape, dtype: jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0)), (heads,)
+        )
         self.dt_bias = self.vector("dt_bias", nn.initializers.ones, (heads,))
         self.norm = self.vector("norm", nn.initializers.ones, (c.linear_value_head_dim,))
         self.out_proj = self.weight("out_proj", scaled_normal(c.value_size), (c.value_size, c.hidden_size))
@@ -48,7 +52,8 @@ class GatedDeltaNet(Block):
         return Projected(mixed, gate, log_decay, jnp.exp(log_decay), jax.nn.sigmoid(b).astype(jnp.float32))
 
     def convolve(self, windows: Float[Array, "*rows W C"], i: int) -> tuple[Array, Array, Array]:
-        """Rows' windows, oldest first -> float32 queries [..., Hk, Dk] (unit length, scaled), keys (unit length), values [..., Hv, Dv]."""
+        """From rows' windows, oldest input first: float32 queries [..., Hk, Dk] (unit length, scaled), keys (unit length)
+        and values [..., Hv, Dv]."""
         c = self.config
         y = jnp.sum(windows.astype(jnp.float32) * self.conv[i].astype(jnp.float32), axis=-2).astype(windows.dtype)
         y = jax.nn.silu(y).astype(jnp.float32)
@@ -57,7 +62,9 @@ class GatedDeltaNet(Block):
         q, k = (unit_length(x.reshape(*rows, c.linear_num_key_heads, c.linear_key_head_dim)) for x in (q, k))
         return q * c.linear_key_head_dim**-0.5, k, v.reshape(*rows, c.linear_num_value_heads, c.linear_value_head_dim)
 
-    def finish(self, out: Float[Array, "*rows Hv Dv"], gate: Float[Array, "*rows Hv Dv"], i: int) -> Float[Array, "*rows D"]:
+    def finish(
+        self, out: Float[Array, "*rows Hv Dv"], gate: Float[Array, "*rows Hv Dv"], i: int
+    ) -> Float[Array, "*rows D"]:
         """Gated norm a head, then the output projection of layer `i`."""
         y = gated_rms_norm(out, self.norm[i], gate, self.config.rms_norm_eps)
         return linear(y.reshape(*y.shape[:-2], -1), self.out_proj[i]).astype(gate.dtype)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
-from atlas_jax.config import LINEAR, ModelConfig
+from atlas_jax.config import FULL, LINEAR, ModelConfig
 from atlas_jax.models import gated_delta_net as gdn
 from atlas_jax.models.attention import Attention, causal_attention
 from atlas_jax.models.drafter import MtpDrafter
@@ -49,7 +48,9 @@ class HybridModel(nn.Module):
     def setup(self) -> None:
         c = self.config
         shared: dict[str, Any] = dict(config=c, dtype=self.dtype, layout=self.layout)
-        self.embedding = self.param("embedding", scaled_normal(c.hidden_size), (c.vocab_size, c.hidden_size), self.dtype)
+        self.embedding = self.param(
+            "embedding", scaled_normal(c.hidden_size), (c.vocab_size, c.hidden_size), self.dtype
+        )
         if not c.tie_word_embeddings:
             self.head = self.param("head", scaled_normal(c.hidden_size), (c.hidden_size, c.vocab_size), self.dtype)
         zeros = nn.initializers.zeros
@@ -84,25 +85,32 @@ class HybridModel(nn.Module):
 
     def _after_mixer(self, x: Array, mixed: Array, layer: int, few_rows: bool) -> Array:
         x = x + mixed
-        return x + self.feed_forward(rms_norm(x, self.post_norm[layer], self.config.rms_norm_eps), layer, few_rows=few_rows)
+        return x + self.feed_forward(
+            rms_norm(x, self.post_norm[layer], self.config.rms_norm_eps), layer, few_rows=few_rows
+        )
 
-    def _layers(self, x: Float[Array, "R D"], positions: Int[Array, " R"], carry: Any, linear_mixer: Any, full_mixer: Any, rows: Rows, few_rows: bool):
+    def _layers(
+        self,
+        x: Float[Array, "R D"],
+        positions: Int[Array, " R"],
+        carry: Any,
+        linear_mixer: Any,
+        full_mixer: Any,
+        rows: Rows,
+        few_rows: bool,
+    ):
         """Runs all layers over rows; the mixers get a layer's projections and return (mixed rows, carry)."""
         eps = self.config.rms_norm_eps
-        seen = {LINEAR: 0}
+        seen: dict[str, int] = {LINEAR: 0, FULL: 0}
         for layer, kind in enumerate(self.config.layer_types):
-            i = seen[kind] = seen.get(kind, 0)
-            if kind == LINEAR:
-                block, args = self.linear_attention, (x,)
-                mixer: Any = linear_mixer
-            else:
-                block, args = self.attention, (x, positions)
-                mixer = full_mixer
+            i = seen[kind]
+            block: Any = self.linear_attention if kind == LINEAR else self.attention
+            args, mixer = ((x,), linear_mixer) if kind == LINEAR else ((x, positions), full_mixer)
 
-            def enter(x, *rest, block=block, i=i, layer=layer):
+            def enter(x: Array, *rest: Array, block: Any = block, i: int = i, layer: int = layer) -> Any:
                 return block.project(rms_norm(x, self.input_norm[layer], eps), *rest, i)
 
-            def leave(x, out, gate, block=block, i=i, layer=layer):
+            def leave(x: Array, out: Array, gate: Array, block: Any = block, i: int = i, layer: int = layer) -> Array:
                 return self._after_mixer(x, block.finish(out, gate, i), layer, few_rows)
 
             projected = rows(enter, *args)
@@ -124,7 +132,9 @@ class HybridModel(nn.Module):
             width = c.linear_conv_kernel_dim
             padded = jnp.pad(split(p.mixed), ((0, 0), (width - 1, 0), (0, 0)))
             q, k, v = self.linear_attention.convolve(windows(padded, T, width), i)
-            state = jnp.zeros((B, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32)
+            state = jnp.zeros(
+                (B, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32
+            )
             out, _ = gated_delta.prefill(state, q, k, v, split(p.log_decay), split(p.beta))
             return flat(out), carry
 
@@ -172,7 +182,9 @@ class HybridModel(nn.Module):
             out = paged_attention.attend(split(p.q), pages, i, table, start, n_rows, row_group=self.row_group)
             return flat(out), pages
 
-        x, pages = self._layers(self.embed(flat(tokens)), flat(position), state.pages, linear_mixer, full_mixer, rows, True)
+        x, pages = self._layers(
+            self.embed(flat(tokens)), flat(position), state.pages, linear_mixer, full_mixer, rows, True
+        )
 
         def finish(x: Array):
             hidden = self.final(x)
@@ -180,7 +192,10 @@ class HybridModel(nn.Module):
 
         logits, hidden = rows(finish, x)
         names = ("journal_k", "journal_u", "journal_decay", "journal_conv")
-        written = {name: put(getattr(state, name), slots, jnp.stack(x)) for name, x in zip(names, zip(*journal, strict=True), strict=True)}
+        written = {
+            name: put(getattr(state, name), slots, jnp.stack(x))
+            for name, x in zip(names, zip(*journal, strict=True), strict=True)
+        }
         state = dataclasses.replace(state, pages=pages, rows=state.rows.at[slots].set(n_rows), **written)
         return split(logits), split(hidden), state
 
@@ -207,7 +222,9 @@ class HybridModel(nn.Module):
             q, k, v = self.linear_attention.convolve(windows(jnp.concatenate([conv, p.mixed])[None], T, width), i)
             log_decay, beta = (jnp.where(live[:, None], x, 0.0)[None] for x in (p.log_decay, p.beta))
             out, h = gated_delta.prefill(s.h[i, slot][None], q, k, v, log_decay, beta)
-            s = dataclasses.replace(s, h=s.h.at[i, slot].set(h[0]), conv=s.conv.at[i, slot].set(shift_window(conv, p.mixed, n)))
+            s = dataclasses.replace(
+                s, h=s.h.at[i, slot].set(h[0]), conv=s.conv.at[i, slot].set(shift_window(conv, p.mixed, n))
+            )
             return out[0], s
 
         def full_mixer(p, s: TargetState, i: int):
@@ -254,9 +271,16 @@ class HybridModel(nn.Module):
         table, layer = state.page_table[slots], self.config.num_full_layers
         x, p = rows(lambda t, h, at: self.mtp.enter(self.embed(t), h, at), flat(tokens), flat(hidden), flat(positions))
         pages = paged_attention.write(state.pages, layer, split(p.k), split(p.v), table, start, n_rows)
-        out = paged_attention.attend(split(p.q), pages, layer, table, start, n_rows, first=1, row_group=self.row_group if grouped else K)
+        out = paged_attention.attend(
+            split(p.q), pages, layer, table, start, n_rows, first=1, row_group=self.row_group if grouped else K
+        )
         out = rows(lambda x, o, g: self.mtp.leave(x, o, g, few_rows=True), x, flat(out), p.gate)
         return split(out), dataclasses.replace(state, pages=pages)
+
+
+def call(model: HybridModel, params: Any, *args: Any, method: str, **options: Any) -> Any:
+    """`model.method(*args)` with `params`: a pure function, whatever stands around it."""
+    return model.apply(params, *args, method=method, **options)
 
 
 def at_once(f: Callable[..., Any], *xs: Array) -> Any:

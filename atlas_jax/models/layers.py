@@ -72,7 +72,9 @@ def unit_length(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def rotate(x: Float[Array, "*rows H Dh"], positions: Int[Array, "*rows"], rotary_dim: int, theta: float) -> Float[Array, "*rows H Dh"]:
+def rotate(
+    x: Float[Array, "*rows H Dh"], positions: Int[Array, "*rows"], rotary_dim: int, theta: float
+) -> Float[Array, "*rows H Dh"]:
     """Rotary embedding (Su et al., 2021) of the first `rotary_dim` components, halves paired; the rest passes through."""
     half = rotary_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)

@@ -12,7 +12,9 @@ def take(x: Float[Array, "L S *rest"], slots: Int[Array, " B"]) -> Float[Array, 
     return jax.lax.dynamic_slice_in_dim(x, slots[0], 1, axis=1) if slots.shape[0] == 1 else x[:, slots]
 
 
-def put(x: Float[Array, "L S *rest"], slots: Int[Array, " B"], value: Float[Array, "L B *part"]) -> Float[Array, "L S *rest"]:
+def put(
+    x: Float[Array, "L S *rest"], slots: Int[Array, " B"], value: Float[Array, "L B *part"]
+) -> Float[Array, "L S *rest"]:
     """Writes slots' entries, or as much of the axis after the slots as `value` has (a journal's first rows)."""
     if slots.shape[0] == 1:
         return jax.lax.dynamic_update_slice(x, value.astype(x.dtype), (0, slots[0], *([0] * (x.ndim - 2))))

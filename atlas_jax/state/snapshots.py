@@ -27,7 +27,9 @@ class Snapshot:
     ok: Bool[Array, ""]
 
 
-def shift_window(conv: Float[Array, "past C"], inputs: Float[Array, "M C"], n: Int[Array, ""]) -> Float[Array, "past C"]:
+def shift_window(
+    conv: Float[Array, "past C"], inputs: Float[Array, "M C"], n: Int[Array, ""]
+) -> Float[Array, "past C"]:
     """The convolution's window after the first `n` of `inputs`."""
     return jax.lax.dynamic_slice_in_dim(jnp.concatenate([conv, inputs]), n, conv.shape[0])
 

@@ -90,7 +90,9 @@ def free(state: TargetState, slot: Int[Array, ""]) -> TargetState:
     )
 
 
-def commit(state: TargetState, slots: Int[Array, " B"], n: Int[Array, " B"], hidden: Float[Array, "B K D"]) -> TargetState:
+def commit(
+    state: TargetState, slots: Int[Array, " B"], n: Int[Array, " B"], hidden: Float[Array, "B K D"]
+) -> TargetState:
     """Accepts the first `n` rows of the last verify, 0 <= n <= rows; 0 is a full rollback. Moves integers only.
 
     `hidden` are that verify's hiddens. An `n` out of range commits nothing and clears the slot's `ok`.
@@ -128,14 +130,18 @@ def verify_guard(state: TargetState, slots, tokens, n_rows, vocab_size: int) -> 
     if tokens.shape[:1] != slots.shape or n_rows.shape != slots.shape:
         raise StateError(f"{slots.size} slots, but tokens {tokens.shape} and row counts {n_rows.shape}")
     if tokens.shape[1] > widest:
-        raise StateError(f"a verify of {tokens.shape[1]} rows; this state was made for at most {widest} (max_drafts {widest - 1})")
+        raise StateError(
+            f"a verify of {tokens.shape[1]} rows; this state was made for at most {widest} (max_drafts {widest - 1})"
+        )
     if (n_rows < 0).any() or (n_rows > tokens.shape[1]).any():
         raise StateError(f"row counts must lie in 0 … {tokens.shape[1]}, got {n_rows.tolist()}")
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         raise StateError(f"token ids must lie in 0 … {vocab_size - 1}, got {tokens.min()} … {tokens.max()}")
     length = np.asarray(state.length)[slots]
     if (length + n_rows > state.capacity).any():
-        raise StateError(f"a slot holds at most {state.capacity} tokens; {length.tolist()} are there and {n_rows.tolist()} more were asked for")
+        raise StateError(
+            f"a slot holds at most {state.capacity} tokens; {length.tolist()} are there and {n_rows.tolist()} more were asked for"
+        )
 
 
 def commit_guard(state: TargetState, slots, n) -> None:

@@ -12,7 +12,11 @@ IMPLEMENTATIONS = {"reference": reference.linear}
 
 
 def linear(
-    x: Float[Array, "*rows D"], weight: Float[Array, "..."], *, transposed: bool = False, implementation: str | None = None
+    x: Float[Array, "*rows D"],
+    weight: Float[Array, ...],
+    *,
+    transposed: bool = False,
+    implementation: str | None = None,
 ) -> Float[Array, "*rows N"]:
     """`x @ weight` for a weight [D, N], or `x @ weight.T` for a `transposed` weight [N, D]; accumulated and returned in float32."""
     return choose("linear", IMPLEMENTATIONS, implementation, {})(x, weight, transposed)

@@ -30,7 +30,7 @@ def write(pages: Array, layer: int, k: Array, v: Array, page_table: Array, start
 def attend(
     q: Array, pages: Array, layer: int, page_table: Array, start: Array, n_rows: Array, *, first: int, row_group: int
 ) -> Array:
-    B, K, H, Dh = q.shape
+    _, K, H, Dh = q.shape
     Hkv, page_size = pages.shape[3:5]
     group = H // Hkv
 
@@ -38,7 +38,7 @@ def attend(
         used = jnp.where(n_rows > 0, (start + n_rows + page_size - 1) // page_size, 0)
 
         def rows(q: Array, position: Array) -> Array:
-            """row_group rows [row_group, H, Dh] at `position` [row_group]; one product of row_group * group rows a page and head."""
+            """row_group rows [row_group, H, Dh] at `position` [row_group]; one product a page and head."""
             q = q.reshape(-1, Hkv, group, Dh).transpose(1, 0, 2, 3).reshape(Hkv, -1, Dh).astype(jnp.float32) * Dh**-0.5
             limit = jnp.repeat(position, group)[None, :, None]
 
@@ -56,7 +56,11 @@ def attend(
                 old = jnp.exp(highest - new)
                 # what lies beyond a sequence's rows may be anything: it must not enter as 0 * NaN
                 value = jnp.where((at[0] <= limit.max()).T, value, 0.0)
-                return new, total * old + weight.sum(-1), mixed * old[..., None] + jnp.einsum("hrt,htd->hrd", weight, value, precision=HIGHEST)
+                return (
+                    new,
+                    total * old + weight.sum(-1),
+                    mixed * old[..., None] + jnp.einsum("hrt,htd->hrd", weight, value, precision=HIGHEST),
+                )
 
             shape = q.shape[:2]
             lowest = jnp.full(shape, -1e30, jnp.float32)  # finite: a page without a visible key must not give inf - inf
