@@ -127,7 +127,7 @@ def main() -> None:
     ready[0].result()
     note, n, seen = Log(out / "log.jsonl"), 0, 0
     start = last = saved = time.time()
-    budget = a.seconds - (start - begin) - a.reserve
+    budget = max(1.0, a.seconds - (start - begin) - a.reserve)
     print(f"compiled in {start - begin:.1f} s, training for {budget:.1f} s", flush=True)
 
     def full() -> dict:
