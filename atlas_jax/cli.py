@@ -19,6 +19,7 @@ from atlas_jax.errors import AtlasError, RequestError
 from atlas_jax.terminal import Progress, ask, exit_on_interrupt, note, say
 
 MAX_DRAFTS = 31  # beyond any drafter's use; the state grows with it
+MODEL = "a model directory, tiny-agent, or shape:NAME for a known shape with random weights"
 SAMPLING = {
     "temperature": (float, "T", "0 takes the likeliest token (default: 0)"),
     "top_k": (int, "K", "sample from the K likeliest tokens; 0 from all"),
@@ -73,14 +74,14 @@ def parser() -> Parser:
     inspect = commands.add_parser(
         "inspect", help="describe a checkpoint", description="Describe a checkpoint and say whether it can be run."
     )
-    inspect.add_argument("model", metavar="MODEL", help="a model directory")
+    inspect.add_argument("model", metavar="MODEL", help=MODEL)
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(run=run_inspect)
     return top
 
 
 def _model_options(command: Parser) -> None:
-    command.add_argument("model", metavar="MODEL", help="a model directory, or the name of a packaged model")
+    command.add_argument("model", metavar="MODEL", help=MODEL)
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and activations")
     command.add_argument("--max-length", type=int, metavar="N", help="tokens of prompt and answer together, at most")
     command.add_argument("--drafter", metavar="NAME", help="none, mtp, … (default: mtp where the model has it)")
