@@ -102,7 +102,8 @@ def run(progress: Progress) -> int:
     for title, task in TASKS.items():
         messages = [{"role": "system", "content": POLICY}, *task]
         progress.clear()
-        say(f"── {title}\n   {task[-1]['role']}: {task[-1]['content'][:100]}\n\n")
+        said = task[-1]["content"]
+        say(f"── {title}\n   {task[-1]['role']}: {said[:90]}{'…' * (len(said) > 90)}\n\n")
         for delta in runtime.stream(messages, drafter="mtp", drafts=DRAFTS, **options):
             progress.clear()
             say(delta.text)
