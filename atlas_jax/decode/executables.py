@@ -35,7 +35,7 @@ class Executables:
         """The executable of `key`, compiled for the shapes of `args` if it is new."""
         if key not in self._compiled:
             if self.progress:
-                self.progress(" ".join(str(part) for part in key))
+                self.progress(" ".join(part for part in key if isinstance(part, str)))
             began = time.perf_counter()
             self._compiled[key] = jax.jit(function, donate_argnums=donate).lower(*args).compile()
             self.compile_s += time.perf_counter() - began
@@ -50,6 +50,7 @@ class Executables:
             "decode",
             f"rows={K}",
             f"sequences={slots.shape[0]}",
+            drafter.name,
             drafter,
             "" if n_top is None else f"logprobs={n_top}",
         )

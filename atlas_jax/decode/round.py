@@ -69,7 +69,9 @@ def count(counters: Counters, slots: Array, n_rows: Array, verdict: Accepted) ->
     """Adds one round to the acceptance counters. Every offered draft is scored, also behind a wrong one."""
     position = jnp.arange(verdict.matches.shape[1])
     offered = position < n_rows[:, None] - 1
-    reached = offered & (jnp.cumprod(verdict.matches, axis=1).cumsum(1) - verdict.matches >= position)
+    decided = offered & (position < verdict.emitted[:, None])  # what a stop cut off was never reached
+    right_so_far = jnp.cumprod(verdict.matches, axis=1).astype(bool)
+    reached = decided & jnp.concatenate([jnp.ones_like(right_so_far[:, :1]), right_so_far[:, :-1]], axis=1)
     accepted = position < verdict.accepted[:, None]
     live = (n_rows > 0).astype(jnp.int32)
     add = lambda x, y: x.at[slots, : y.shape[1]].add(y.astype(jnp.int32))  # noqa: E731
