@@ -49,13 +49,14 @@ def attend(
                 key, value = kv[0].astype(jnp.float32), kv[1].astype(jnp.float32)
                 at = i * page_size + jnp.arange(page_size)[None, None, :]
                 seen = (at <= limit) & (at >= first)
+                # A dead or rejected row may hold anything. Those who see it shall notice, and 0 * NaN must not reach the others.
+                finite = jnp.isfinite(value).all(-1)
                 score = jnp.einsum("hrd,htd->hrt", q, key, precision=HIGHEST)
-                score = jnp.where(seen, score, -jnp.inf)
+                score = jnp.where(seen, jnp.where(finite[:, None], score, jnp.nan), -jnp.inf)
+                value = jnp.where(finite[..., None], value, 0.0)
                 new = jnp.maximum(highest, score.max(-1))
                 weight = jnp.exp(score - new[..., None])
                 old = jnp.exp(highest - new)
-                # what lies beyond a sequence's rows may be anything: it must not enter as 0 * NaN
-                value = jnp.where((at[0] <= limit.max()).T, value, 0.0)
                 return (
                     new,
                     total * old + weight.sum(-1),
