@@ -1,4 +1,5 @@
 import json
+import pathlib
 import shutil
 
 import pytest
@@ -7,9 +8,11 @@ from atlas_jax.config import FULL, LINEAR
 from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.weights.inspect import inspect_model
 
+SMALL = pathlib.Path(__file__).parent / "data" / "parity_small"
 
-def test_a_checkpoint_that_loads(shared):
-    report = inspect_model(shared / "data" / "parity" / "qwen3_5_wrapper_sharded")
+
+def test_a_checkpoint_that_loads():
+    report = inspect_model(SMALL)
     assert report.refused == () and report.drafter == "present" and report.model_type == "qwen3_5"
     assert report.layers == {LINEAR: 3, FULL: 1}
     assert report.parameters["embedding"] == 384 * 128 and "head" not in report.parameters

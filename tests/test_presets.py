@@ -68,8 +68,8 @@ def test_resolve_a_shape():
         resolve("shape:none")
 
 
-def test_resolve_a_directory(shared):
-    folder = shared / "data" / "parity" / "qwen3_5_wrapper_sharded"
+def test_resolve_a_directory():
+    folder = pathlib.Path(__file__).parent / "data" / "parity_small"
     source = resolve(folder)
     assert source.directory == folder and source.config.tie_word_embeddings
     embedding = source.load(dtype="bfloat16", layout="stacked")["params"]["embedding"]
