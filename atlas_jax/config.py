@@ -6,6 +6,7 @@ Field names of `ModelConfig` are those of Hugging Face's `config.json`, so that 
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Literal
 
 from atlas_jax.errors import ConfigError
@@ -138,6 +139,7 @@ class RunConfig:
         max_drafts: the longest draft; `max_rows = max_drafts + 1` rows is the widest verify.
         row_group: rows that pass through a product together, whatever the batch and the draft length are.
             A row's bits depend on this number alone, which is what makes speculative output equal to plain output.
+            1, or a multiple of 4: kernels take rows in fours, and a remainder goes another way.
         page_size: tokens of a KV page, and of one step of the attention's reduction.
         prefill_chunk: tokens of a prefill chunk; chunks end at multiples of it.
         rounds_per_dispatch: draft-verify-accept-commit rounds that one dispatch runs.
@@ -159,10 +161,12 @@ class RunConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
         for name in "slots max_length row_group page_size prefill_chunk rounds_per_dispatch".split():
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_drafts < 0:
-            raise ConfigError(f"max_drafts must be at least 0, got {self.max_drafts}")
+            _at_least(1, name, getattr(self, name))
+        _at_least(0, "max_drafts", self.max_drafts)
+        if self.row_group != 1 and self.row_group % 4:
+            raise ConfigError(f"row_group must be 1 or a multiple of 4, got {self.row_group}")
+        if self.layout not in ("layers", "stacked"):
+            raise ConfigError(f"layout must be layers or stacked, got {self.layout!r}")
 
     @property
     def max_rows(self) -> int:
@@ -171,3 +175,10 @@ class RunConfig:
     @property
     def pages_per_slot(self) -> int:
         return -(-self.max_length // self.page_size)
+
+
+def _at_least(low: int, name: str, value: object) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import reprlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -25,8 +27,9 @@ from atlas_jax.text.chat import render_chat
 from atlas_jax.text.tokenizer import Tokenizer, load_tokenizer
 from atlas_jax.weights.presets import resolve
 
+PROMPTS = "text, a list of token ids, or a list of chat messages"
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message] | np.ndarray
+Prompt = str | Sequence[int] | Sequence[Message] | np.ndarray | jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,7 @@ def load(
         max_length: tokens of a sequence, prompt and answer; by default 4096 or the model's limit.
         slots: sequences decoded together.
         max_drafts: the longest draft that a request may ask for.
-        row_group: see `RunConfig`; 1 compiles plain decoding for single rows (then drafting gains nothing).
+        row_group: see `RunConfig`; by default 1 on a CPU, where a padded row costs as much as a real one, 16 on a GPU.
         mtp_hidden: "pre_norm" feeds the drafter the target's hidden before the final norm, for comparison.
         seed: of random weights.
         progress: called with (bytes read, bytes in all) while loading and with a text for each compilation.
@@ -102,10 +105,13 @@ def load(
         ConfigError: the run configuration cannot work.
     """
     enable_compilation_cache()
+    if unknown := sorted(set(run) - {f.name for f in dataclasses.fields(RunConfig)}):
+        fields = ", ".join(RunConfig.__dataclass_fields__)
+        raise ConfigError(f"load knows no {', '.join(unknown)}; fields of RunConfig are {fields}")
     source = resolve(os.fspath(name_or_path))
     config = dataclasses.replace(source.config, mtp_hidden=mtp_hidden) if mtp_hidden else source.config
     on_gpu = jax.default_backend() == "gpu"
-    defaults: dict[str, Any] = dict(row_group=16, layout="stacked") if on_gpu else dict(row_group=8, layout="layers")
+    defaults: dict[str, Any] = dict(row_group=16, layout="stacked") if on_gpu else dict(row_group=1, layout="layers")
     if row_group is not None:
         defaults["row_group"] = row_group
     settings = RunConfig(
@@ -160,7 +166,8 @@ class Answer:
 
 
 class Runtime:
-    """A loaded model, ready to decode. One call runs at a time; others wait.
+    """A loaded model, ready to decode. One call runs at a time; those of other threads wait, also for a stream that is read
+    half-way. A thread that has such a stream itself would wait for ever, so its calls are refused.
 
     Attributes:
         config, run: what the model is, how it is run.
@@ -182,6 +189,7 @@ class Runtime:
         self.config, self.run, self.params, self.tokenizer = config, run, params, tokenizer
         self.loop = Loop(config, run, params, progress)
         self._lock = threading.Lock()
+        self._reader: int | None = None  # the thread whose call holds the lock
 
     @property
     def default_drafter(self) -> str:
@@ -195,9 +203,14 @@ class Runtime:
         Raises:
             RequestError: the prompt is empty, too long, holds unknown ids, or needs a tokenizer that the model lacks.
         """
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
-        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+        if isinstance(prompt, (np.ndarray, jax.Array)):
+            prompt = np.asarray(prompt).tolist()
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
+            raise RequestError(f"a prompt is {PROMPTS}, got {reprlib.repr(prompt)}")
+        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not chat and (tools is not None or template):
+            raise RequestError("tools and enable_thinking belong to a chat; give the prompt as a list of messages")
+        if isinstance(prompt, str) or chat:
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer.json; give the prompt as token ids")
             messages: Any = prompt
@@ -208,7 +221,7 @@ class Runtime:
         if not len(ids):
             raise RequestError("the prompt is empty; give at least one token")
         if not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in ids):
-            raise RequestError("a prompt is text, a list of token ids, or a list of chat messages")
+            raise RequestError(f"a prompt is {PROMPTS}, got {reprlib.repr(prompt)}")
         if min(ids) < 0 or max(ids) >= self.config.vocab_size:
             raise RequestError(f"token ids must lie in 0 … {self.config.vocab_size - 1}, got {min(ids)} … {max(ids)}")
         return np.asarray(ids, np.int32)
@@ -243,10 +256,23 @@ class Runtime:
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of the next token at every position."""
         ids = self._fit(self.encode(token_ids), 0)
-        with self._lock:
+        with self._turn():
             return self.loop.logits(ids)
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._reader == threading.get_ident():
+            raise RequestError(
+                "this thread has a stream of this runtime that is not at its end; read on or close() it first"
+            )
+        with self._lock:
+            self._reader = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._reader = None
 
     def _fit(self, ids: np.ndarray, max_tokens: int) -> np.ndarray:
         if ids.size + max_tokens > self.run.max_length:
@@ -262,8 +288,10 @@ class Runtime:
         values = {k: v for k, v in options.items() if k in fields and v is not None}
         for name in ("stop", "stop_token_ids"):
             if name in values:
-                one = isinstance(values[name], (str, int))
-                values[name] = (values[name],) if one else tuple(values[name])
+                value = values[name]
+                several = isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes))
+                several |= isinstance(value, np.ndarray) and value.ndim > 0
+                values[name] = tuple(value) if several else (value,)
         params = SamplingParams(**values)
         params.validate(self.config.vocab_size)
         if params.stop and self.tokenizer is None:
@@ -284,9 +312,12 @@ class Runtime:
             raise RequestError(
                 "drafter 'mtp' needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'none'"
             )
-        if not callable(getattr(drafter, "propose", None)):
+        functions = (getattr(drafter, name, None) for name in ("init", "propose", "__hash__"))
+        named = isinstance(getattr(drafter, "name", None), str) and not isinstance(drafter, type)
+        if not named or not all(map(callable, functions)):
             raise RequestError(
-                f"drafter is one of {', '.join(DRAFTERS)} or an object with `init` and `propose`, got {drafter!r}"
+                f"drafter is one of {', '.join(DRAFTERS)} or an object with a `name` and functions `init` and `propose`, which "
+                f"can be hashed (a frozen dataclass can); got {reprlib.repr(drafter)}"
             )
         drafts = options.get("drafts")
         if drafts is None:
@@ -316,7 +347,7 @@ class Runtime:
         return self._decode(requests, drafter, drafts)
 
     def _decode(self, requests: list[Request], drafter: Drafter, drafts: int) -> Iterator[tuple[int, Delta]]:
-        with self._lock:
+        with self._turn():
             answers = [Answer(self.tokenizer, r.params) for r in requests]
             logged = [r.params.top_logprobs for r in requests if r.params.logprobs]
             executables = self.loop.executables
@@ -331,6 +362,7 @@ class Runtime:
                     acceptance = self.loop.acceptance(len(requests))[step.index]
                     completion = self._complete(requests[step.index], answer, began + compile_s, compile_s, acceptance)
                 yield step.index, Delta(step.token_ids, text, step.finish_reason, completion)
+                self._reader = threading.get_ident()  # another thread may be reading on
 
     def _complete(
         self, request: Request, answer: Answer, began: float, compile_s: float, acceptance: Acceptance
@@ -361,8 +393,6 @@ class Runtime:
 
 def is_batch(prompt: Any) -> bool:
     """Whether `prompt` is a list of prompts rather than one."""
-    if isinstance(prompt, (str, np.ndarray)) or not len(prompt):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not len(prompt):
         return False
-    return isinstance(prompt[0], str) or (
-        isinstance(prompt[0], (Sequence, np.ndarray)) and not isinstance(prompt[0], Mapping)
-    )
+    return isinstance(prompt[0], (Sequence, np.ndarray, jax.Array))

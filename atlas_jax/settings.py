@@ -20,3 +20,12 @@ def enable_compilation_cache() -> None:
     if folder:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def compiler_options() -> dict[str, str]:
+    """XLA options of every executable of ours.
+
+    On a CPU, XLA hands products to YNNPACK, which packs the whole weight at every call: for the few rows of a decoding step
+    that takes twice the time of Eigen's product (bench/NOTES.md).
+    """
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.default_backend() == "cpu" else {}

@@ -77,7 +77,7 @@ class Steps:
         self.params = params_of(config, run) if params is None else params
         self._verify = jax.jit(functools.partial(self.model.apply, method="verify"), donate_argnums=1)
         self._prefill = jax.jit(functools.partial(self.model.apply, method="prefill"), donate_argnums=1)
-        self._draft = jax.jit(functools.partial(self.model.apply, method="draft"), donate_argnums=1)
+        self._draft = jax.jit(functools.partial(self.model.apply, method="feed"), donate_argnums=1)
         self.commit = jax.jit(states.commit, donate_argnums=0)
         self.settle = jax.jit(states.settle, donate_argnums=0)
         self.snapshot = jax.jit(states.snapshot)
@@ -98,7 +98,7 @@ class Steps:
             return jnp.asarray(values, x.dtype)
 
         names = [n for n in state.__dataclass_fields__ if n not in ("page_table", "rows", "base", "pending", "ok")]
-        return dataclasses.replace(state, **{n: noise(getattr(state, n)) for n in names})
+        return dataclasses.replace(state, **{n: jax.tree.map(noise, getattr(state, n)) for n in names})
 
     def verify(self, state: Any, slots: Any, tokens: Any, n_rows: Any) -> Any:
         return self._verify(self.params, state, _int(slots), _int(tokens), _int(n_rows))

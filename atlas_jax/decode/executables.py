@@ -16,6 +16,7 @@ from atlas_jax.decode import round as rounds
 from atlas_jax.decode.drafters import Drafter
 from atlas_jax.decode.state import DecodeState, cut_slot, open_slot, start_slot
 from atlas_jax.models import HybridModel, call
+from atlas_jax.settings import compiler_options
 from atlas_jax.shapes import Array
 
 Progress = Callable[[str], None]
@@ -37,7 +38,7 @@ class Executables:
             if self.progress:
                 self.progress(" ".join(part for part in key if isinstance(part, str)))
             began = time.perf_counter()
-            self._compiled[key] = jax.jit(function, donate_argnums=donate).lower(*args).compile()
+            self._compiled[key] = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options())
             self.compile_s += time.perf_counter() - began
         return self._compiled[key]
 
@@ -53,6 +54,7 @@ class Executables:
             drafter.name,
             drafter,
             "" if n_top is None else f"logprobs={n_top}",
+            _structure(state),
         )
         return self.get(key, function, (params, state, slots, jnp.int32(1)), (1,))
 
@@ -91,4 +93,5 @@ class Executables:
 
 def _structure(state: DecodeState) -> Any:
     """What of a state's form an executable depends on: drafters bring their own leaves."""
-    return jax.tree.structure(state.drafter)
+    leaves, structure = jax.tree.flatten(state.drafter)
+    return structure, tuple((x.shape, x.dtype) for x in leaves)

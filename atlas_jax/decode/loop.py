@@ -113,7 +113,8 @@ class Loop:
         state, self._state = self._state, None
         if state is None:
             state = init_decode(self.config, self.run)
-        extra = drafter.init(self.config, self.run) if drafter else ()
+        # Copies, as the state is donated: a drafter may return the same arrays each time.
+        extra = jax.tree.map(jnp.array, drafter.init(self.config, self.run)) if drafter else ()
         return dataclasses.replace(state, drafter=extra)
 
     def _values(self, prompt: np.ndarray, params: SamplingParams) -> Any:

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from atlas_jax.decode import sampling
-from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter
+from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter, Proposal
 from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, Counters, DecodeState
+from atlas_jax.errors import RequestError
 from atlas_jax.models import HybridModel, call
 from atlas_jax.shapes import Array, Bool, Float, Int
-from atlas_jax.state import commit
+from atlas_jax.state import TargetState, commit
 from pallas_kernels.rows import by_row_group, live_rows
 
 
@@ -93,8 +94,7 @@ def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array) -> t
     n = state.feed_count[slots]
     start = state.target.length[slots] - n + 1
     args = (state.target, slots, state.feed_tokens[slots], state.feed_hidden[slots], start, n)
-    rows, target = call(model, params, *args, method="draft")
-    return jnp.take_along_axis(rows, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0], target
+    return call(model, params, *args, method="feed")
 
 
 def propose(
@@ -104,9 +104,7 @@ def propose(
 
     def step(target, tokens, hidden, position):
         fits = (position < target.capacity).astype(jnp.int32)
-        args = (target, slots, tokens[:, None], hidden[:, None], position, fits)
-        hidden, target = call(model, params, *args, grouped=False, method="draft")
-        return hidden[:, 0], target
+        return call(model, params, target, slots, tokens, hidden, jnp.where(fits, position, 0), fits, method="draft")
 
     context = DraftContext(
         slots=slots,
@@ -118,7 +116,34 @@ def propose(
         logits=lambda hidden: call(model, params, hidden, method="logits"),
         step=step,
     )
-    return drafter.propose(context, state.target, state.drafter, drafts)
+    return checked(drafter.propose(context, state.target, state.drafter, drafts), drafter, state, slots, drafts)
+
+
+def checked(proposal: Any, drafter: Drafter, state: DecodeState, slots: Array, drafts: int) -> Proposal:
+    """What a round may use of a proposal: ids and counts in bounds, and of the target's state nothing but its pages.
+
+    Raises:
+        RequestError: the proposal is of another form than `Proposal` says.
+    """
+    forms = lambda tree: [f"{jnp.result_type(x)}{jnp.shape(x)}" for x in jax.tree.leaves(tree)]  # noqa: E731
+    alike = lambda x, y: jax.tree.structure(x) == jax.tree.structure(y) and forms(x) == forms(y)  # noqa: E731
+    integers = lambda x, shape: jnp.shape(x) == shape and jnp.issubdtype(jnp.result_type(x), jnp.integer)  # noqa: E731
+    refuse = lambda what: RequestError(f"drafter {drafter.name!r}: propose must return {what}")  # noqa: E731
+    B = slots.shape[0]
+    if not isinstance(proposal, Proposal):
+        raise refuse(f"a Proposal, got {type(proposal).__name__}")
+    if not integers(proposal.tokens, (B, drafts)) or not integers(proposal.count, (B,)):
+        raise refuse(f"integers: tokens {(B, drafts)} and count {(B,)}, got {forms((proposal.tokens, proposal.count))}")
+    if not alike(proposal.state, state.drafter):
+        raise refuse(f"a state like that of init, {forms(state.drafter)}, got {forms(proposal.state)}")
+    if not isinstance(proposal.target, TargetState) or not alike(proposal.target.pages, state.target.pages):
+        raise refuse("the target state that it was given, or what `step` made of it")
+    return Proposal(
+        tokens=jnp.clip(proposal.tokens, 0, state.sampler.bias.shape[1] - 1).astype(jnp.int32),
+        count=jnp.clip(proposal.count, 0, drafts).astype(jnp.int32),
+        target=dataclasses.replace(state.target, pages=proposal.target.pages),
+        state=jax.tree.map(jnp.asarray, proposal.state),
+    )
 
 
 def run_round(

@@ -74,7 +74,7 @@ def slot_values(params: SamplingParams, prompt: Sequence[int] | np.ndarray, voca
     return dict(
         temperature=np.float32(0.0 if params.greedy else params.temperature),
         top_k=np.int32(min(params.top_k, vocab)),
-        top_p=np.float32(params.top_p),
+        top_p=np.float32(max(params.top_p, np.finfo(np.float32).tiny)),  # 0 would mean no filter
         min_p=np.float32(params.min_p),
         presence=np.float32(params.presence_penalty),
         frequency=np.float32(params.frequency_penalty),

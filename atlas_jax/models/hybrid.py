@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from atlas_jax.config import FULL, LINEAR, ModelConfig
@@ -155,12 +156,16 @@ class HybridModel(nn.Module):
         Row t of sequence b is token [b, t] at position length[b] + t; rows at and past n_rows[b] are padding. First the
         rows that the last commit accepted are folded into `h` and `conv`, which then stand at the committed length.
 
+        A row count below 0, above K or beyond the slot's capacity runs no row and clears the slot's `ok`.
+
         Returns: float32 logits, the hiddens that the drafter reads, and the state with the new rows in its journal.
         """
         B, K = tokens.shape
         h, conv = folded(state, slots)
         state = settle_with(state, slots, h, conv)
         start = state.base[slots]
+        valid = (n_rows >= 0) & (n_rows <= K) & (start + n_rows <= state.capacity)
+        n_rows = jnp.where(valid, n_rows, 0)
         position = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
         rows = functools.partial(self._rows, live_rows(n_rows, K))
         split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
@@ -169,7 +174,7 @@ class HybridModel(nn.Module):
         width = self.config.linear_conv_kernel_dim
         journal: list[tuple[Array, ...]] = []
 
-        def linear_mixer(p: gdn.Projected, pages: Array, i: int):
+        def linear_mixer(p: gdn.Projected, pages: paged_attention.Pages, i: int):
             mixed, decay = split(p.mixed), split(p.decay)
             window = windows(jnp.concatenate([conv[i], mixed], axis=1), K, width)
             q, k, v = (split(x) for x in rows(lambda w: self.linear_attention.convolve(w, i), flat(window)))
@@ -177,7 +182,7 @@ class HybridModel(nn.Module):
             journal.append((k, u, decay, mixed))
             return flat(out), pages
 
-        def full_mixer(p, pages: Array, i: int):
+        def full_mixer(p, pages: paged_attention.Pages, i: int):
             pages = paged_attention.write(pages, i, split(p.k), split(p.v), table, start, n_rows)
             out = paged_attention.attend(split(p.q), pages, i, table, start, n_rows, row_group=self.row_group)
             return flat(out), pages
@@ -196,7 +201,8 @@ class HybridModel(nn.Module):
             name: put(getattr(state, name), slots, jnp.stack(x))
             for name, x in zip(names, zip(*journal, strict=True), strict=True)
         }
-        state = dataclasses.replace(state, pages=pages, rows=state.rows.at[slots].set(n_rows), **written)
+        ok, rows_left = state.ok.at[slots].set(state.ok[slots] & valid), state.rows.at[slots].set(n_rows)
+        state = dataclasses.replace(state, pages=pages, rows=rows_left, ok=ok, **written)
         return split(logits), split(hidden), state
 
     def prefill(
@@ -207,11 +213,16 @@ class HybridModel(nn.Module):
         The drafter's layer gets the keys and values of the same rows: row p is (token p, hidden p - 1), the first of them
         from the boundary hidden.
 
+        A slot that is not settled, or an `n` below 0, above T or beyond its capacity, commits nothing and clears the slot's `ok`.
+
         Returns: post-norm hiddens, the hiddens that the drafter reads, the state.
         """
         c = self.config
         T = tokens.shape[0]
         start = state.base[slot]
+        valid = (n >= 0) & (n <= T) & (start + n <= state.capacity) & (state.pending[slot] == 0)
+        n = jnp.where(valid, n, 0)
+        state = dataclasses.replace(state, ok=state.ok.at[slot].set(state.ok[slot] & valid))
         live = jnp.arange(T) < n
         positions = jnp.where(live, start + jnp.arange(T), 0)
         table, count = state.page_table[slot][None], n[None]
@@ -244,7 +255,7 @@ class HybridModel(nn.Module):
         state = dataclasses.replace(state, base=state.base.at[slot].add(n), hidden=state.hidden.at[slot].set(boundary))
         return hidden.post_norm, fed, state
 
-    def draft(
+    def feed(
         self,
         state: TargetState,
         slots: Int[Array, " B"],
@@ -252,30 +263,52 @@ class HybridModel(nn.Module):
         hidden: Float[Array, "B K D"],
         start: Int[Array, " B"],
         n_rows: Int[Array, " B"],
-        *,
-        grouped: bool = True,
-    ) -> tuple[Float[Array, "B K D"], TargetState]:
-        """Drafter rows: row t of sequence b is (token [b, t], the hidden of the position before it) at position start[b] + t.
+    ) -> tuple[Float[Array, "B D"], TargetState]:
+        """Gives the drafter's layer the keys and values of committed rows: row t of sequence b is (token [b, t], the target's
+        hidden before it) at position start[b] + t. Rows go in row groups: the cache does not depend on how they came.
 
-        Rows of committed tokens go in row groups, so that the drafter's cache does not depend on how they came. Speculative
-        rows (`grouped=False`) are rewritten before anyone relies on them and skip the padding.
-
-        Returns: the drafter's normed hiddens, which its next step reads and `logits` turns into draft logits, and the
-        state with the rows' keys and values in the drafter's layer.
+        Returns: the drafter's normed hidden of each sequence's last row, which `logits` turns into the first draft, and the state.
         """
         B, K = tokens.shape
-        rows: Rows = functools.partial(self._rows, live_rows(n_rows, K)) if grouped else at_once
+        rows = functools.partial(self._rows, live_rows(n_rows, K))
         split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
         flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
         positions = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
+        enter = lambda t, h, at: self.mtp.enter(self.embed(t), h, at)  # noqa: E731
+        entered = jax.tree.map(split, rows(enter, flat(tokens), flat(hidden), flat(positions)))
         table, layer = state.page_table[slots], self.config.num_full_layers
-        x, p = rows(lambda t, h, at: self.mtp.enter(self.embed(t), h, at), flat(tokens), flat(hidden), flat(positions))
-        pages = paged_attention.write(state.pages, layer, split(p.k), split(p.v), table, start, n_rows)
-        out = paged_attention.attend(
-            split(p.q), pages, layer, table, start, n_rows, first=1, row_group=self.row_group if grouped else K
-        )
-        out = rows(lambda x, o, g: self.mtp.leave(x, o, g, few_rows=True), x, flat(out), p.gate)
-        return split(out), dataclasses.replace(state, pages=pages)
+        pages = paged_attention.write(state.pages, layer, entered[1].k, entered[1].v, table, start, n_rows)
+        state = dataclasses.replace(state, pages=pages)
+        last = jnp.maximum(n_rows - 1, 0)
+        x, p = jax.tree.map(lambda y: y[jnp.arange(B), last], entered)
+        return self._mtp_rows(x, p, pages, table, start + last, jnp.minimum(n_rows, 1)), state
+
+    def draft(
+        self,
+        state: TargetState,
+        slots: Int[Array, " B"],
+        tokens: Int[Array, " B"],
+        hidden: Float[Array, "B D"],
+        position: Int[Array, " B"],
+        n_rows: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B D"], TargetState]:
+        """One speculative drafter row a sequence (none where n_rows is 0): (token, the drafter's hidden before it) at `position`.
+        It is rewritten by `feed` before anyone relies on it, so it need not come in row groups.
+
+        Returns: the drafter's normed hiddens, which the next step reads and `logits` turns into drafts, and the state.
+        """
+        table, layer = state.page_table[slots], self.config.num_full_layers
+        x, p = self.mtp.enter(self.embed(tokens), hidden, position)
+        pages = paged_attention.write(state.pages, layer, p.k[:, None], p.v[:, None], table, position, n_rows)
+        return self._mtp_rows(x, p, pages, table, position, n_rows), dataclasses.replace(state, pages=pages)
+
+    def _mtp_rows(
+        self, x: Array, p: Any, pages: paged_attention.Pages, table: Array, position: Array, n_rows: Array
+    ) -> Float[Array, "B D"]:
+        """The drafter's normed hiddens of one entered row a sequence, whose keys and values are written."""
+        layer = self.config.num_full_layers
+        out = paged_attention.attend(p.q[:, None], pages, layer, table, position, n_rows, first=1, row_group=1)
+        return self.mtp.leave(x, out[:, 0], p.gate, few_rows=True)
 
 
 def call(model: HybridModel, params: Any, *args: Any, method: str, **options: Any) -> Any:

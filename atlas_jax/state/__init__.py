@@ -4,6 +4,18 @@ Committed length = base + pending: `h` and `conv` stand at `base`, `pending` row
 """
 
 from atlas_jax.state.snapshots import Snapshot, fork, restore, settle, snapshot
-from atlas_jax.state.target import TargetState, commit, free, init, verify_guard
+from atlas_jax.state.target import TargetState, commit, commit_guard, free, init, verify_guard
 
-__all__ = ["Snapshot", "TargetState", "commit", "fork", "free", "init", "restore", "settle", "snapshot", "verify_guard"]
+__all__ = [
+    "Snapshot",
+    "TargetState",
+    "commit",
+    "commit_guard",
+    "fork",
+    "free",
+    "init",
+    "restore",
+    "settle",
+    "snapshot",
+    "verify_guard",
+]

@@ -11,6 +11,7 @@ from atlas_jax.shapes import Array, Bool, Float, Int
 from atlas_jax.state.slots import put, take
 from atlas_jax.state.target import TargetState
 from pallas_kernels.gated_delta import Journal, fold
+from pallas_kernels.paged_attention import Pages
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +20,7 @@ class Snapshot:
     """One sequence, settled, valid at exactly `length` tokens. Two equal histories give equal bits in every leaf:
     KV rows at and past `length` are zero."""
 
-    kv: Float[Array, "La pages 2 Hkv N Dh"]
+    kv: Pages  # of the slot alone, in order
     h: Float[Array, "Lg Hv Dk Dv"]
     conv: Float[Array, "Lg past C"]
     hidden: Float[Array, " D"]
@@ -68,12 +69,11 @@ def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
     """A copy of one sequence. `state` itself is not settled: taking a snapshot changes nothing."""
     settled = settle(state, slot[None])
     length = settled.base[slot]
-    kv = settled.pages[:, settled.page_table[slot]]
-    pages, page_size = kv.shape[1], kv.shape[4]
-    position = jnp.arange(pages)[:, None] * page_size + jnp.arange(page_size)
-    live = (position < length)[None, :, None, None, :, None]
+    kv = Pages(*(x[:, settled.page_table[slot]] for x in settled.pages))
+    position = jnp.arange(kv.values.shape[1])[:, None] * kv.page_size + jnp.arange(kv.page_size)
+    live = (position < length)[None, :, None, :, None]
     return Snapshot(
-        kv=jnp.where(live, kv, 0),
+        kv=Pages(jnp.where(jnp.swapaxes(live, 3, 4), kv.keys, 0), jnp.where(live, kv.values, 0)),
         h=settled.h[:, slot],
         conv=settled.conv[:, slot],
         hidden=settled.hidden[slot],
@@ -86,7 +86,7 @@ def restore(state: TargetState, slot: Int[Array, ""], saved: Snapshot) -> Target
     """Makes `slot` the sequence of a snapshot taken from a state of the same shape."""
     return dataclasses.replace(
         state,
-        pages=state.pages.at[:, state.page_table[slot]].set(saved.kv),
+        pages=Pages(*(x.at[:, state.page_table[slot]].set(y) for x, y in zip(state.pages, saved.kv, strict=True))),
         h=state.h.at[:, slot].set(saved.h),
         conv=state.conv.at[:, slot].set(saved.conv),
         rows=state.rows.at[slot].set(0),

@@ -11,6 +11,7 @@ import numpy as np
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.errors import StateError
 from atlas_jax.shapes import Array, Bool, Float, Int
+from pallas_kernels.paged_attention import Pages
 
 
 @jax.tree_util.register_dataclass
@@ -22,7 +23,7 @@ class TargetState:
     length; until `commit` says how many of them count, they do not exist.
     """
 
-    pages: Float[Array, "La P 2 Hkv N Dh"]  # KV of the full-attention layers; the drafter's layer is the last
+    pages: Pages  # KV of the full-attention layers; the drafter's layer is the last
     page_table: Int[Array, "S pages"]
     h: Float[Array, "Lg S Hv Dk Dv"]  # float32 recurrent state at `base`
     conv: Float[Array, "Lg S past C"]  # the last raw convolution inputs before `base`, oldest first
@@ -44,7 +45,7 @@ class TargetState:
     @property
     def capacity(self) -> int:
         """Tokens that a slot's pages can hold."""
-        return self.page_table.shape[1] * self.pages.shape[4]
+        return self.page_table.shape[1] * self.pages.page_size
 
 
 def init(config: ModelConfig, run: RunConfig) -> TargetState:
@@ -57,10 +58,13 @@ def init(config: ModelConfig, run: RunConfig) -> TargetState:
     table = np.zeros((S, per_slot), np.int32)
     table[1:] = 1 + np.arange(run.slots * per_slot, dtype=np.int32).reshape(run.slots, per_slot)
     layers = config.num_full_layers + config.mtp_num_hidden_layers
-    pages = (layers, 1 + run.slots * per_slot, 2, config.num_key_value_heads, run.page_size, config.head_dim)
+    pages = (layers, 1 + run.slots * per_slot, config.num_key_value_heads)
     zeros = jnp.zeros
     return TargetState(
-        pages=zeros(pages, dtype),
+        pages=Pages(
+            zeros((*pages, config.head_dim, run.page_size), dtype),
+            zeros((*pages, run.page_size, config.head_dim), dtype),
+        ),
         page_table=jnp.asarray(table),
         h=zeros((Lg, S, Hv, Dk, Dv), jnp.float32),
         conv=zeros((Lg, S, config.linear_conv_kernel_dim - 1, config.conv_channels), dtype),
@@ -127,7 +131,7 @@ def verify_guard(state: TargetState, slots, tokens, n_rows, vocab_size: int) -> 
     slots, tokens, n_rows = np.asarray(slots), np.asarray(tokens), np.asarray(n_rows)
     check_slots(slots, state.base.shape[0])
     widest = state.journal_u.shape[2]
-    if tokens.shape[:1] != slots.shape or n_rows.shape != slots.shape:
+    if tokens.ndim != 2 or tokens.shape[:1] != slots.shape or n_rows.shape != slots.shape:
         raise StateError(f"{slots.size} slots, but tokens {tokens.shape} and row counts {n_rows.shape}")
     if tokens.shape[1] > widest:
         raise StateError(

@@ -53,8 +53,12 @@ def render_chat(
     chosen = _choose(tokenizer, chat_template, tools is not None)
     values = tokenizer.special_tokens | {name: plain(value, name) for name, value in variables.items()}
     if enable_thinking is not None:
+        if not isinstance(enable_thinking, bool):
+            raise RequestError(f"enable_thinking must be True, False or None, got {enable_thinking!r}")
         values["enable_thinking"] = enable_thinking
     values["messages"] = validated(messages)
+    if tools is not None and (isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence)):
+        raise RequestError(f"tools must be a list of JSON schemas of functions, got {type(tools).__name__}")
     values["tools"] = None if tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     values["add_generation_prompt"] = add_generation_prompt
     values.setdefault("documents", None)

@@ -157,13 +157,13 @@ def _state(config: ModelConfig) -> dict[str, int]:
         for field in dataclasses.fields(shapes)
         if field.name not in ("pages", "page_table")
     }
-    _, pages, _, _, page_tokens, _ = shapes.pages.shape
+    _, pages, _, page_tokens, _ = shapes.pages.values.shape
     return {
         "recurrent": per_slot["h"],
         "convolution": per_slot["conv"],
         "journal": sum(size for name, size in per_slot.items() if name.startswith("journal")),
         "hidden": per_slot["hidden"],
-        "kv_per_token": _size(shapes.pages) // (pages * page_tokens),
+        "kv_per_token": sum(map(_size, shapes.pages)) // (pages * page_tokens),
     }
 
 

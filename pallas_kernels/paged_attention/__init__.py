@@ -1,3 +1,3 @@
-from pallas_kernels.paged_attention.api import attend, write
+from pallas_kernels.paged_attention.api import Pages, attend, write
 
-__all__ = ["attend", "write"]
+__all__ = ["Pages", "attend", "write"]

@@ -1,23 +1,37 @@
 """Causal grouped-query attention over a paged cache, and the write that precedes it.
 
-One layer's pages are [P, 2, Hkv, N, Dh] (keys, then values): a head's keys in a page are contiguous, so a page is one matrix
-operand. The reduction over keys goes page by page with a running maximum (Milakov & Gimelshein, 2018): pages past a row's
-position add exact zeros, so a row's bits depend on its own length only.
+A head's keys in a page are [Dh, N] and its values [N, Dh]: each is the right-hand side of a product as it lies. The reduction over
+keys goes page by page with a running maximum (Milakov & Gimelshein, 2018): pages past a row's position add exact zeros, so a row's
+bits depend on its own length only.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.registry import choose
 
+
+class Pages(NamedTuple):
+    """The paged cache of L layers: P pages of N tokens. Page 0 is the sentinel."""
+
+    keys: Float[Array, "L P Hkv Dh N"]
+    values: Float[Array, "L P Hkv N Dh"]
+
+    @property
+    def page_size(self) -> int:
+        return self.values.shape[3]
+
+
 ATTEND = {"reference": reference.attend}
 WRITE = {"reference": reference.write}
 
 
 def write(
-    pages: Float[Array, "L P 2 Hkv N Dh"],
+    pages: Pages,
     layer: int,
     k: Float[Array, "B K Hkv Dh"],
     v: Float[Array, "B K Hkv Dh"],
@@ -26,14 +40,14 @@ def write(
     n_rows: Int[Array, " B"],
     *,
     implementation: str | None = None,
-) -> Float[Array, "L P 2 Hkv N Dh"]:
+) -> Pages:
     """Puts row t < n_rows[b] of sequence b at position start[b] + t; the other rows land in the sentinel page 0."""
     return choose("paged_attention.write", WRITE, implementation, {})(pages, layer, k, v, page_table, start, n_rows)
 
 
 def attend(
     q: Float[Array, "B K H Dh"],
-    pages: Float[Array, "L P 2 Hkv N Dh"],
+    pages: Pages,
     layer: int,
     page_table: Int[Array, "B pages"],
     start: Int[Array, " B"],
