@@ -22,7 +22,7 @@ demo: venv
 	$(BIN)/atlas-jax demo $(ARGS)
 
 test: venv
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -22,10 +22,11 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def compiler_options() -> dict[str, str]:
+def compiler_options(row_group: int) -> dict[str, str]:
     """XLA options of every executable of ours.
 
-    On a CPU, XLA hands products to YNNPACK, which packs the whole weight at every call: for the few rows of a decoding step
-    that takes twice the time of Eigen's product (bench/NOTES.md).
+    On a CPU, XLA hands products to YNNPACK, whose rows come out alike wherever they stand in a group, or to Eigen, whose rows do
+    not. Where rows come one by one that does not matter, and Eigen, which packs less, is twice as fast (bench/NOTES.md).
     """
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.default_backend() == "cpu" else {}
+    alone = row_group == 1 and jax.default_backend() == "cpu"
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if alone else {}

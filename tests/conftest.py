@@ -143,6 +143,16 @@ def shared() -> pathlib.Path:
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _release_executables(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each compiled function holds memory maps, of which a process has only so many."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and jax.default_backend() != "gpu":

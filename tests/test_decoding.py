@@ -99,6 +99,20 @@ def test_batches_of_mixed_lengths(family, drafter):
             assert_same(settled(r, slot), alone[i][1])
 
 
+def test_rows_one_by_one():
+    """What CPUs run by default: no padding, another product."""
+    r = runtime("dense", row_group=1)
+    want = [plain(r, p, 12) for p in PROMPTS[:3]]
+    for drafter, drafts in (("mtp", 3), ("forced-accept", 5)):
+        for prompt, (answer, state) in zip(PROMPTS, want, strict=False):
+            got = r.generate(prompt, max_tokens=12, drafter=drafter, drafts=drafts, script=answer.token_ids, **LOGGED)
+            same_answer(got, answer)
+            assert_same(settled(r, 1), state)
+    got = r.generate(PROMPTS[:3], max_tokens=12, drafter="mtp", drafts=3, **LOGGED)
+    for one, (answer, _) in zip(got, want, strict=True):
+        same_answer(one, answer)
+
+
 def test_more_prompts_than_slots_run_in_waves():
     r = runtime("dense")
     prompts = [PROMPTS[i % 4] for i in range(6)]

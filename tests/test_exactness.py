@@ -15,6 +15,7 @@ from models import CONFIGS, assert_same, steps
 
 from atlas_jax.errors import StateError
 from atlas_jax.state.target import commit_guard, verify_guard
+from pallas_kernels.linear import linear
 
 FAMILIES = [(family, dtype) for family in CONFIGS for dtype in ("float32", "bfloat16")]
 TOKENS = np.random.default_rng(0).integers(0, 96, 120)
@@ -43,6 +44,20 @@ def test_every_row_count(K):
     got, other = s.feed(s.init(), 3, TOKENS[:50], K)
     np.testing.assert_array_equal(got, logits)
     assert_same(s.snapshot(other, jnp.int32(3)), s.snapshot(state, jnp.int32(1)))
+
+
+def test_a_product_does_not_know_a_rows_place():
+    """What row groups rest on, and a new compiler might break: equal bits wherever a row stands, whatever is beside it."""
+    rng = np.random.default_rng(0)
+    for group in (4, 8, 16):
+        for D, N in ((64, 97), (256, 1024)):
+            x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((group, D), (D, N)))
+            product = jax.jit(linear)
+            together = np.asarray(product(x, weight))
+            for shift in range(1, group):
+                np.testing.assert_array_equal(
+                    np.asarray(product(jnp.roll(x, shift, 0), weight)), np.roll(together, shift, 0)
+                )
 
 
 @pytest.mark.parametrize("row_group", [1, 8])

@@ -38,7 +38,9 @@ class Executables:
             if self.progress:
                 self.progress(" ".join(part for part in key if isinstance(part, str)))
             began = time.perf_counter()
-            self._compiled[key] = jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options())
+            self._compiled[key] = (
+                jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options(self.run.row_group))
+            )
             self.compile_s += time.perf_counter() - began
         return self._compiled[key]
 
