@@ -305,15 +305,19 @@ class Runtime:
 
     def drafting(self, options: Mapping[str, Any]) -> tuple[Drafter, int]:
         """The drafter and the number of drafts that `options` of `generate` ask for. Raises RequestError."""
-        drafter = options.get("drafter")
+        drafter: Any = options.get("drafter")
         drafter = self.default_drafter if drafter is None else drafter
         drafter = drafter_named(drafter) if isinstance(drafter, str) else drafter
         if isinstance(drafter, MtpChain) and not self.config.has_mtp:
             raise RequestError(
                 "drafter 'mtp' needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'none'"
             )
-        functions = (getattr(drafter, name, None) for name in ("init", "propose", "__hash__"))
+        functions = (getattr(drafter, name, None) for name in ("init", "propose"))
         named = isinstance(getattr(drafter, "name", None), str) and not isinstance(drafter, type)
+        try:  # a frozen dataclass that holds an array has the method, but it fails
+            hash(drafter)
+        except TypeError:
+            named = False
         if not named or not all(map(callable, functions)):
             raise RequestError(
                 f"drafter is one of {', '.join(DRAFTERS)} or an object with a `name` and functions `init` and `propose`, which "
