@@ -1,0 +1,56 @@
+"""Exactness and speed of decoding on this machine's device: every draft length against plain decoding, with ==.
+
+python bench/exact_on_device.py [MODEL] [--dtype float32|bfloat16] [--tokens N]
+
+Compares tokens and log-probabilities of speculative answers (MTP, forced accept, forced reject) with plain ones, alone and in a
+batch of four, and prints the time a token beside. Exits with 1 at the first difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import jax
+
+import atlas_jax
+from atlas_jax.decode.drafters import ScriptedDrafter
+
+PROMPTS = ["Hello, I would like to cancel my flight.", "import os\nimport sys\n", "The", "Reservation Q7RW2K " * 40]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Exactness and speed of decoding on this machine's device.")
+    parser.add_argument("model", nargs="?", default="tiny-agent")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--drafts", type=int, nargs="*", default=[1, 2, 3, 4, 5, 7, 8, 16])
+    args = parser.parse_args()
+    print(f"{args.model} {args.dtype} on {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=1024, slots=4, max_drafts=16)
+    options: dict[str, Any] = dict(max_tokens=args.tokens, ignore_eos=True, logprobs=True, top_logprobs=3)
+    plain = [runtime.generate(p, drafter="none", **options) for p in PROMPTS]
+    print(f"plain: {plain[-1].timings.tpot_ms:.2f} ms a token", flush=True)
+    for drafts in args.drafts:
+        for name, drafter in (("mtp", "mtp"), ("right", ScriptedDrafter(1.0)), ("wrong", ScriptedDrafter(0.0))):
+            began = time.perf_counter()
+            for prompt, want in zip(PROMPTS, plain, strict=True):
+                got = runtime.generate(prompt, drafter=drafter, drafts=drafts, script=want.token_ids, **options)
+                same(got, want, f"{name}, {drafts} drafts")
+            speed = f"{got.timings.tpot_ms:.2f} ms a token, {got.acceptance.tokens_per_step:.2f} a step"
+            print(f"{name} {drafts}: equal; {speed}; {time.perf_counter() - began:.0f} s", flush=True)
+    together = runtime.generate(PROMPTS, drafter="mtp", drafts=3, **options)
+    for got, want in zip(together, plain, strict=True):
+        same(got, want, "batch of four, 3 drafts")
+    print("batch of four: equal")
+
+
+def same(got: Any, want: Any, what: str) -> None:
+    for name in ("token_ids", "logprobs", "top_logprobs"):
+        if getattr(got, name) != getattr(want, name):
+            raise SystemExit(f"{what}: {name} differ from plain decoding")
+
+
+if __name__ == "__main__":
+    main()
