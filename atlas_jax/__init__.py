@@ -13,16 +13,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atlas_jax.completion import Completion, Delta, Timings
     from atlas_jax.config import ModelConfig, RunConfig
     from atlas_jax.decode.drafters import DraftContext, Drafter, Proposal
     from atlas_jax.decode.request import SamplingParams
     from atlas_jax.metrics import Acceptance
-    from atlas_jax.runtime import Completion, Delta, Runtime, Timings, load
+    from atlas_jax.runtime import Runtime, load
 
 _HOMES = {
     "Acceptance": "metrics",
-    "Completion": "runtime",
-    "Delta": "runtime",
+    "Completion": "completion",
+    "Delta": "completion",
     "DraftContext": "decode.drafters",
     "Drafter": "decode.drafters",
     "ModelConfig": "config",
@@ -30,7 +31,7 @@ _HOMES = {
     "RunConfig": "config",
     "Runtime": "runtime",
     "SamplingParams": "decode.request",
-    "Timings": "runtime",
+    "Timings": "completion",
     "load": "runtime",
 }
 

@@ -163,8 +163,9 @@ class RunConfig:
         for name in "slots max_length row_group page_size prefill_chunk rounds_per_dispatch".split():
             _at_least(1, name, getattr(self, name))
         _at_least(0, "max_drafts", self.max_drafts)
-        if self.row_group != 1 and self.row_group % 4:
-            raise ConfigError(f"row_group must be 1 or a multiple of 4, got {self.row_group}")
+        if self.row_group != 1 and (self.row_group < 4 or self.row_group & (self.row_group - 1)):
+            # in others, a row's place in its group changes its bits: a product of 12 rows is one of 8 and four of one
+            raise ConfigError(f"row_group must be 1 or a power of two from 4 on, got {self.row_group}")
         if self.layout not in ("layers", "stacked"):
             raise ConfigError(f"layout must be layers or stacked, got {self.layout!r}")
 

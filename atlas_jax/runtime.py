@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from atlas_jax.completion import Answer, Completion, Delta, Timings
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.drafters import DRAFTERS, Drafter, MtpChain, NoDrafter, drafter_named
 from atlas_jax.decode.executables import Progress
-from atlas_jax.decode.loop import Loop, Request, Step
+from atlas_jax.decode.loop import Loop, Request
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.stops import StopMatcher
 from atlas_jax.errors import ConfigError, RequestError
@@ -30,48 +31,6 @@ from atlas_jax.weights.presets import resolve
 PROMPTS = "text, a list of token ids, or a list of chat messages"
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message] | np.ndarray | jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Timings:
-    """Seconds and milliseconds of one completion; compilation is not part of the others."""
-
-    compile_s: float
-    ttft_ms: float  # from the call to the first token
-    tpot_ms: float  # mean time of each token after the first
-    tokens_per_s: float  # of the whole answer, the prompt's prefill included
-
-    def to_dict(self) -> dict[str, float]:
-        return dataclasses.asdict(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """One answer. `finish_reason`: "stop" (a stop id or string), "length", or "error" (logits were not finite)."""
-
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    acceptance: Acceptance
-    timings: Timings
-    prompt_tokens: int
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        out["acceptance"], out["timings"] = self.acceptance.to_dict(), self.timings.to_dict()
-        return {k: v for k, v in out.items() if v is not None}
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """A piece of a streamed answer; the last one carries the whole completion."""
-
-    token_ids: list[int]
-    text: str
-    finish_reason: str | None = None
-    completion: Completion | None = None
 
 
 def load(
@@ -124,45 +83,6 @@ def load(
     params = source.load(dtype=settings.dtype, layout=settings.layout, seed=seed, progress=progress)
     tokenizer = load_tokenizer(source.directory) if source.directory else None
     return Runtime(config, settings, params, tokenizer, progress)
-
-
-class Answer:
-    """Collects one request's tokens into text, up to a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
-        self.params = params
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[list[tuple[int, float]]] = []
-        self.first_at = self.last_at = 0.0
-        self.finish_reason: str | None = None
-        self._decoder = tokenizer.stream() if tokenizer else None
-        self._stops = StopMatcher(params.stop)
-        self._pieces: list[str] = []
-
-    def cut(self, token_ids: list[int]) -> int | None:
-        """Feeds a round's tokens to the stop matcher; how many of them the answer keeps if a stop string is complete."""
-        for i, token in enumerate(token_ids):
-            self._pieces.append(self._stops.push(self._decoder.push(token) if self._decoder else ""))
-            if self._stops.stopped:
-                return i + 1
-        return None
-
-    def add(self, step: Step) -> str:
-        """Takes a step's tokens; returns the text that may now be shown."""
-        now = time.perf_counter()
-        if step.token_ids:
-            self.first_at, self.last_at = self.first_at or now, now
-        self.token_ids += step.token_ids
-        self.logprobs += step.logprobs or []
-        self.top_logprobs += step.top_logprobs or []
-        self.finish_reason = step.finish_reason
-        if not self.params.stop and self._decoder:
-            self._pieces += [self._decoder.push(token) for token in step.token_ids]
-        if self.finish_reason and self._decoder and not self._stops.stopped:
-            self._pieces.append(self._stops.push(self._decoder.flush()) + self._stops.flush())
-        text, self._pieces = "".join(self._pieces), []
-        return text
 
 
 class Runtime:
