@@ -7,6 +7,7 @@ import functools
 import threading
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
@@ -19,6 +20,7 @@ from atlas_jax.decode.drafters import Proposal
 from atlas_jax.errors import ConfigError, RequestError, StateError
 from atlas_jax.runtime import Runtime, is_batch
 from atlas_jax.state import commit_guard, verify_guard
+from pallas_kernels.linear import linear
 
 PROMPT = [5, 6, 7]
 OPTIONS: dict[str, Any] = dict(max_tokens=6)
@@ -94,7 +96,16 @@ def test_the_smallest_top_p_keeps_one_token():
 
 
 @pytest.mark.parametrize(
-    "field", [dict(slots=1.5), dict(max_length="600"), dict(page_size=True), dict(max_drafts=None), dict(layout="rows")]
+    "field",
+    [
+        dict(row_group=12),
+        dict(row_group=2),
+        dict(slots=1.5),
+        dict(max_length="600"),
+        dict(page_size=True),
+        dict(max_drafts=None),
+        dict(layout="rows"),
+    ],
 )
 def test_run_configurations_of_other_types(field):
     with pytest.raises(ConfigError, match=next(iter(field))):
@@ -104,6 +115,17 @@ def test_run_configurations_of_other_types(field):
 def test_load_names_unknown_options():
     with pytest.raises(ConfigError, match=r"page_sise.*page_size"):
         atlas_jax.load("tiny-agent", page_sise=7)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 6])
+def test_narrow_products_do_not_know_a_rows_place(columns):
+    """Such as the gate of a shared expert, one column wide."""
+    rng = np.random.default_rng(0)
+    for group in (4, 8, 16):
+        for depth in (64, 100, 256):
+            x, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((1, depth), (depth, columns)))
+            y = np.asarray(jax.jit(linear)(jnp.tile(x, (group, 1)), weight))
+            np.testing.assert_array_equal(y, np.tile(y[:1], (group, 1)))
 
 
 # ---- drafters

@@ -111,7 +111,7 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer | None:
 
 
 def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
 def _templates(directory: pathlib.Path, configured: Any) -> dict[str, str]:

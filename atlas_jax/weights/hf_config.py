@@ -139,8 +139,8 @@ class _Reader:
         if value is None:
             self.missing.append(key)
             return 1
-        if type(value) is not int:
-            raise self.wrong(key, value, "an integer")
+        if type(value) is not int or abs(value) >= 2**31:
+            raise self.wrong(key, value, "an integer of 32 bits")
         return value
 
     def number(self, holder: dict[str, Any], key: str) -> float:
@@ -182,9 +182,12 @@ class _Reader:
 
     def tied(self, names: Collection[str] | None) -> bool:
         """Whether the head is the embedding. Where text config and wrapper disagree, the tensors decide."""
-        said = {
-            holder["tie_word_embeddings"] for holder in (self.text, self.wrapper) if "tie_word_embeddings" in holder
-        }
+        key = "tie_word_embeddings"
+        values = [holder[key] for holder in (self.text, self.wrapper) if holder.get(key) is not None]
+        for value in values:
+            if not isinstance(value, bool):
+                raise self.wrong(key, value, "true or false")
+        said = set(values)
         if len(said) == 2 and names is not None:
             return "lm_head.weight" not in names
         if len(said) == 2:
