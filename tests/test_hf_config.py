@@ -195,6 +195,8 @@ def test_quantisation_is_found_beside_the_text_config_and_in_its_own_file(tmp_pa
         (NEXT | {"layer_types": ["sliding"] * 8}, "unknown layer types"),
         (NEXT | {"full_attention_interval": 0}, "full_attention_interval must be a positive integer"),
         (NEXT | {"eos_token_id": "2"}, "eos_token_id must be an id"),
+        (NEXT | {"eos_token_id": [*range(17)]}, "at most 16 ids"),
+        (NEXT | {"eos_token_id": 2**40}, "eos_token_id must be an id"),
         (NEXT | {"pad_token_id": "2"}, "pad_token_id must be an id"),
         (NEXT | {"num_nextn_predict_layers": 2}, "mtp_num_hidden_layers must be 0 or 1"),
         (NEXT | {"num_nextn_predict_layers": "1"}, "mtp_num_hidden_layers must be an integer"),

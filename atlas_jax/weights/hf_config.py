@@ -29,6 +29,7 @@ FIXED = {
     "mlp_only_layers": [],
     "mtp_use_dedicated_embeddings": False,
 }
+MAX_EOS = 16  # ids that end a text; decoding has room for as many again of a request
 INTEGERS = (
     "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
     "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim max_position_embeddings"
@@ -210,8 +211,8 @@ class _Reader:
 
         eos, pad = first("eos_token_id"), first("pad_token_id")
         eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        if not all(type(token) is int for token in eos):
-            raise self.wrong("eos_token_id", eos, "an id or a list of ids")
+        if not all(type(token) is int and abs(token) < 2**31 for token in eos) or len(eos) > MAX_EOS:
+            raise self.wrong("eos_token_id", eos, f"an id or a list of at most {MAX_EOS} ids")
         if pad is not None and type(pad) is not int:
             raise self.wrong("pad_token_id", pad, "an id")
         return tuple(eos), pad
