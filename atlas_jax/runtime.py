@@ -9,7 +9,7 @@ import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -254,7 +254,7 @@ class Runtime:
             raise RequestError(
                 f"drafts must be an integer in 0 … {self.run.max_drafts} (load with a larger max_drafts for more), got {drafts!r}"
             )
-        return drafter, 0 if isinstance(drafter, NoDrafter) else int(drafts)
+        return cast(Drafter, drafter), 0 if isinstance(drafter, NoDrafter) else int(drafts)
 
     def _stream(self, prompts: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[int, Delta]]:
         known = {f.name for f in dataclasses.fields(SamplingParams)} | {

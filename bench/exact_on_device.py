@@ -34,7 +34,7 @@ def main() -> None:
     print(f"plain: {plain[-1].timings.tpot_ms:.2f} ms a token", flush=True)
     for drafts in args.drafts:
         for name, drafter in (("mtp", "mtp"), ("right", ScriptedDrafter(1.0)), ("wrong", ScriptedDrafter(0.0))):
-            began = time.perf_counter()
+            began, got = time.perf_counter(), plain[0]
             for prompt, want in zip(PROMPTS, plain, strict=True):
                 got = runtime.generate(prompt, drafter=drafter, drafts=drafts, script=want.token_ids, **options)
                 same(got, want, f"{name}, {drafts} drafts")
