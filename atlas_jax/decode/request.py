@@ -44,7 +44,7 @@ class SamplingParams:
         repetition_penalty: over prompt and generated tokens; divides positive logits and multiplies negative ones.
         logit_bias: added to raw logits, -100 … 100; -100 all but bans a token.
         seed: 0 … 2^32-1; None draws one. A token depends on (seed, its position) and its distribution alone.
-        stop: strings that end the answer; the text is cut before them.
+        stop: strings that end the answer; the text is cut before them. Special tokens are not text: see stop_token_ids.
         stop_token_ids: ids that end the answer, beside the model's end-of-text tokens.
         ignore_eos: lets the model's end-of-text tokens pass; stop ids and strings still end the answer.
         logprobs: log-probabilities of the raw distribution for each token; `top_logprobs` of the likeliest besides.
