@@ -99,7 +99,8 @@ def commit(
 ) -> TargetState:
     """Accepts the first `n` rows of the last verify, 0 <= n <= rows; 0 is a full rollback. Moves integers only.
 
-    Once a verify: a second commit would not bring back the hidden that the first replaced. `hidden` are that verify's hiddens. An `n` out of range commits nothing and clears the slot's `ok`.
+    Once a verify: a second commit would not bring back the hidden that the first replaced. `hidden`
+    are that verify's hiddens. An `n` out of range commits nothing and clears the slot's `ok`.
     """
     valid = (n >= 0) & (n <= state.rows[slots])
     n = jnp.where(valid, n, 0)
