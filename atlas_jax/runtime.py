@@ -151,9 +151,9 @@ class Runtime:
 
         Args:
             prompt: text, token ids, or chat messages; or a list of these.
-            **options: `drafter` (a name or a Drafter; "none" is plain decoding, None the default: "mtp" where the model has a head), `drafts` (default 3),
-                every field of `SamplingParams` (max_tokens, temperature, top_k, top_p, min_p, seed, stop, …), `tools` and
-                `enable_thinking` for chat messages, `script` (the known answer, for a ScriptedDrafter).
+            **options: `drafter` (a name or a Drafter; "none" is plain decoding, None the default: "mtp" where the model has a
+                head), `drafts` (default 3), every field of `SamplingParams` (max_tokens, temperature, top_k, top_p, min_p, seed,
+                stop, …), `tools` and `enable_thinking` for chat messages, `script` (the known answer, for a ScriptedDrafter).
 
         Raises:
             RequestError: naming the option and what is allowed, before anything runs.
