@@ -8,7 +8,7 @@ import os
 import reprlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 import jax
@@ -167,7 +167,7 @@ class Runtime:
             completions += [done[i] for i in range(len(wave))]
         return completions if many else completions[0]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[Delta, None, None]:
         """Completes one prompt, yielding text as it is decided. Options are those of `generate`. Closing the iterator cancels."""
         if is_batch(prompt):
             raise RequestError("stream takes one prompt; use generate for several")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from atlas_jax.runtime import Runtime
 CONFIGS = {name: dataclasses.replace(LARGER[name], layer_types=(LINEAR, FULL)) for name in ("dense", "moe")}
 LOGGED = dict(logprobs=True, top_logprobs=2)
 PROMPTS = [np.random.default_rng(7).integers(0, 96, n).tolist() for n in (9, 1, 40, 33)]
-SAMPLED = dict(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.2,
+SAMPLED: dict[str, Any] = dict(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.2,
                repetition_penalty=1.2, logit_bias={3: 2.0, 5: -50.0}, seed=11)  # fmt: skip
 
 
@@ -124,7 +125,12 @@ def test_more_prompts_than_slots_run_in_waves():
 @pytest.mark.parametrize("family", ["dense", "moe"])
 def test_sampling_with_a_seed_does_not_depend_on_drafts(family):
     r = runtime(family)
-    for options in (SAMPLED, dict(temperature=1.0, seed=5), dict(repetition_penalty=1.5, presence_penalty=1.0)):
+    cases: tuple[dict[str, Any], ...] = (
+        SAMPLED,
+        dict(temperature=1.0, seed=5),
+        dict(repetition_penalty=1.5, presence_penalty=1.0),
+    )
+    for options in cases:
         want, state = plain(r, PROMPTS[2], **options)
         for drafter in ("mtp", "random"):
             got = r.generate(PROMPTS[2], max_tokens=24, drafter=drafter, drafts=3, **LOGGED, **options)

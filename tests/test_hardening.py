@@ -197,7 +197,8 @@ def test_objects_that_are_no_drafters():
     class WithoutInit:
         name, propose = "x", Fixed.propose
 
-    for drafter in (Unhashable(), Fixed(kind=[]), Nameless(), WithoutInit(), Fixed, 5, b"mtp"):
+    unhashable: Any = []
+    for drafter in (Unhashable(), Fixed(kind=unhashable), Nameless(), WithoutInit(), Fixed, 5, b"mtp"):
         refused("drafter is one of", drafter=drafter)
 
 
