@@ -5,6 +5,6 @@ V vocabulary · H query heads · Hkv key/value heads · Dh their size · Hk, Hv 
 S slots · P pages · N tokens of a page · L layers (Lg linear, La full attention) · M the most rows of a verify
 """
 
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-__all__ = ["Array", "Bool", "Float", "Int", "PRNGKeyArray", "UInt32"]
+__all__ = ["Array", "Bool", "Float", "Int", "UInt32"]

@@ -20,6 +20,7 @@ from atlas_jax.settings import compiler_options
 from atlas_jax.shapes import Array
 
 Progress = Callable[[str], None]
+SCALAR = jax.ShapeDtypeStruct((), jnp.int32)  # a slot or a count: looking an executable up makes no arrays
 
 
 class Executables:
@@ -58,7 +59,7 @@ class Executables:
             "" if n_top is None else f"logprobs={n_top}",
             _structure(state),
         )
-        return self.get(key, function, (params, state, slots, jnp.int32(1)), (1,))
+        return self.get(key, function, (params, state, slots, SCALAR), (1,))
 
     def prefill(self, size: int, params: Any, state: DecodeState) -> Any:
         """(params, state, slot, tokens [size], n) -> state."""
@@ -67,30 +68,30 @@ class Executables:
             target = call(self.model, params, state.target, slot, tokens, n, method="prefill")[2]
             return dataclasses.replace(state, target=target)
 
-        args = (params, state, jnp.int32(1), jnp.zeros(size, jnp.int32), jnp.int32(1))
+        args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
         return self.get(("prefill", f"tokens={size}", _structure(state)), prefill, args, (1,))
 
-    def hiddens(self, size: int, params: Any, state: DecodeState) -> Any:
+    def logits(self, size: int, params: Any, state: DecodeState) -> Any:
         """(params, state, slot, tokens [size], n) -> (float32 logits [size, V], state)."""
 
         def logits(params, state: DecodeState, slot, tokens, n):
             hidden, _, target = call(self.model, params, state.target, slot, tokens, n, method="prefill")
             return call(self.model, params, hidden, method="logits"), dataclasses.replace(state, target=target)
 
-        args = (params, state, jnp.int32(1), jnp.zeros(size, jnp.int32), jnp.int32(1))
+        args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
         return self.get(("logits", f"tokens={size}", _structure(state)), logits, args, (1,))
 
     def open(self, state: DecodeState, values: dict[str, Any]) -> Any:
         """(state, slot, values) -> state."""
-        return self.get(("open", _structure(state)), open_slot, (state, jnp.int32(1), values), (0,))
+        return self.get(("open", _structure(state)), open_slot, (state, SCALAR, values), (0,))
 
     def start(self, state: DecodeState) -> Any:
         """(state, slot) -> state."""
-        return self.get(("start", _structure(state)), start_slot, (state, jnp.int32(1)), (0,))
+        return self.get(("start", _structure(state)), start_slot, (state, SCALAR), (0,))
 
     def cut(self, state: DecodeState) -> Any:
         """(state, slot, n) -> state."""
-        return self.get(("cut", _structure(state)), cut_slot, (state, jnp.int32(1), jnp.int32(1)), (0,))
+        return self.get(("cut", _structure(state)), cut_slot, (state, SCALAR, SCALAR), (0,))
 
 
 def _structure(state: DecodeState) -> Any:

@@ -95,12 +95,11 @@ class Loop:
     def logits(self, prompt: np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of every position of a prompt, by prefill."""
         state = self._take_state(None)
-        state = self.executables.open(state, self._values(prompt, SamplingParams()))(
-            state, jnp.int32(1), self._values(prompt, SamplingParams())
-        )
+        values = self._values(prompt, SamplingParams())
+        state = self.executables.open(state, values)(state, jnp.int32(1), values)
         parts = []
         for tokens, n in self._chunks(prompt):
-            out, state = self.executables.hiddens(tokens.size, self.params, state)(
+            out, state = self.executables.logits(tokens.size, self.params, state)(
                 self.params, state, jnp.int32(1), tokens, jnp.int32(n)
             )
             parts.append(np.asarray(out)[:n])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from atlas_jax.config import ModelConfig
 from atlas_jax.models.layers import Block, project, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
-from pallas_kernels.linear import linear
 
 
 def swiglu(x: Float[Array, "*rows D"], gate_up: Array, down: Array) -> Float[Array, "*rows D"]:
@@ -82,9 +82,6 @@ class MoeFeedForward(Block):
         return jnp.zeros_like(out).at[order].set(out).reshape(x.shape[0], k, -1)
 
 
-def feed_forward(config) -> type[DenseFeedForward] | type[MoeFeedForward]:
+def feed_forward(config: ModelConfig) -> type[DenseFeedForward] | type[MoeFeedForward]:
     """The block that `config` asks for."""
     return MoeFeedForward if config.num_experts else DenseFeedForward
-
-
-__all__ = ["DenseFeedForward", "MoeFeedForward", "feed_forward", "linear", "swiglu"]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from atlas_jax.models.layers import Block, gated_rms_norm, project, scaled_normal, unit_length
 from atlas_jax.shapes import Array, Float
-from pallas_kernels.linear import linear
 
 
 class Projected(NamedTuple):
@@ -67,4 +66,4 @@ class GatedDeltaNet(Block):
     ) -> Float[Array, "*rows D"]:
         """Gated norm a head, then the output projection of layer `i`."""
         y = gated_rms_norm(out, self.norm[i], gate, self.config.rms_norm_eps)
-        return linear(y.reshape(*y.shape[:-2], -1), self.out_proj[i]).astype(gate.dtype)
+        return project(y.reshape(*y.shape[:-2], -1), self.out_proj[i])
