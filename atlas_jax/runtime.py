@@ -22,7 +22,7 @@ from atlas_jax.decode.loop import Loop, Request
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.stops import StopMatcher
 from atlas_jax.errors import ConfigError, RequestError
-from atlas_jax.metrics import Acceptance
+from atlas_jax.metrics import Acceptance, AcceptanceLog
 from atlas_jax.settings import enable_compilation_cache
 from atlas_jax.text.chat import render_chat
 from atlas_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -92,6 +92,7 @@ class Runtime:
     Attributes:
         config, run: what the model is, how it is run.
         params: the Flax parameters, plain arrays; `loop.model` is the Flax module they belong to.
+        acceptance: of all requests since the last `reset`, those that were broken off included.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Runtime:
             )
         self.config, self.run, self.params, self.tokenizer = config, run, params, tokenizer
         self.loop = Loop(config, run, params, progress)
+        self.acceptance = AcceptanceLog()
         self._lock = threading.Lock()
         self._reader: int | None = None  # the thread whose call holds the lock
 
@@ -277,16 +279,31 @@ class Runtime:
             executables = self.loop.executables
             began, compiled_before = time.perf_counter(), executables.compile_s
             cut = lambda i, token_ids: answers[i].cut(token_ids)  # noqa: E731
-            for step in self.loop.decode(requests, drafter, drafts, max(logged) if logged else None, cut):
-                answer = answers[step.index]
-                text = answer.add(step)
-                completion = None
-                if step.finish_reason:
-                    compile_s = executables.compile_s - compiled_before
-                    acceptance = self.loop.acceptance(len(requests))[step.index]
-                    completion = self._complete(requests[step.index], answer, began + compile_s, compile_s, acceptance)
-                yield step.index, Delta(step.token_ids, text, step.finish_reason, completion)
-                self._reader = threading.get_ident()  # another thread may be reading on
+            running = set(range(len(requests)))
+            try:
+                for step in self.loop.decode(requests, drafter, drafts, max(logged) if logged else None, cut):
+                    answer = answers[step.index]
+                    text = answer.add(step)
+                    completion = None
+                    if step.finish_reason:
+                        compile_s = executables.compile_s - compiled_before
+                        acceptance = self._count(step.index)
+                        running.remove(step.index)
+                        completion = self._complete(
+                            requests[step.index], answer, began + compile_s, compile_s, acceptance
+                        )
+                    yield step.index, Delta(step.token_ids, text, step.finish_reason, completion)
+                    self._reader = threading.get_ident()  # another thread may be reading on
+            finally:
+                if self.loop.live:
+                    for i in running:
+                        self._count(i)
+
+    def _count(self, index: int) -> Acceptance:
+        """A request's acceptance so far, which is added to the log."""
+        acceptance = self.loop.acceptance(index)
+        self.acceptance.add(acceptance, warm=False)
+        return acceptance
 
     def _complete(
         self, request: Request, answer: Answer, began: float, compile_s: float, acceptance: Acceptance

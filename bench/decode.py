@@ -87,7 +87,7 @@ def measure(runtime: Any, prompts: list[Any], tokens: int, **options: Any) -> di
         tpot=1e3 * decode_s / max(decoded, 1),
         acceptance=acceptance,
         host=host_s / decode_s,
-        round_ms=1e3 * decode_s / max(int(acceptance.steps) - len(answers), 1),
+        round_ms=1e3 * decode_s / max(acceptance.steps - len(answers), 1),
         ids=[a.token_ids for a in answers],
     )
 

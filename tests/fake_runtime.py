@@ -5,8 +5,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 
 @dataclasses.dataclass
 class Nap:
@@ -40,10 +38,11 @@ class FakeRuntime:
         return self
 
     def completion(self) -> Any:
-        from atlas_jax.metrics import Acceptance
+        from atlas_jax.metrics import Acceptance, Event, Source
 
-        drafts = [np.array([2, 2, 1]) for _ in range(4)]
-        acceptance = Acceptance(3, *drafts, histogram=np.array([0, 2, 0, 0, 1]))
+        acceptance = Acceptance.zero(drafts=3)
+        acceptance.counts[0, Source.MTP, : Event.ROUNDS, :3] = [2, 2, 1]
+        acceptance.counts[0, Source.MTP, Event.ROUNDS] = [0, 2, 0, 0, 1]
         timings = SimpleNamespace(compile_s=1.0, ttft_ms=5.0, tpot_ms=2.0, tokens_per_s=100.0)
         self_dict = dict(token_ids=[1, 2, 3], text="".join(self.words), finish_reason=self.finish_reason)
         return SimpleNamespace(

@@ -16,8 +16,9 @@ from models import RUN, assert_same, params_of
 
 from atlas_jax import state as states
 from atlas_jax.config import FULL, LINEAR
-from atlas_jax.decode.drafters import ScriptedDrafter
+from atlas_jax.decode.drafters import Proposal, ScriptedDrafter
 from atlas_jax.errors import RequestError
+from atlas_jax.metrics import Acceptance, Source
 from atlas_jax.runtime import Runtime
 
 # Two layers and one set of options keep the number and the cost of the executables down; test_exactness has all families.
@@ -69,7 +70,7 @@ def test_every_draft_length(drafts):
         same_answer(got, want)
         assert_same(settled(r, 1), state)
         if acceptance == 1.0:
-            assert int(got.acceptance.steps) == -(-24 // (drafts + 1))
+            assert got.acceptance.steps == -(-24 // (drafts + 1))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_sampling_with_a_seed_does_not_depend_on_drafts(family):
         got = r.generate(PROMPTS[2], max_tokens=24, drafter="forced-accept", drafts=3, script=want.token_ids,
                          **LOGGED, **options)  # fmt: skip
         same_answer(got, want)
-        assert int(got.acceptance.steps) == 6
+        assert got.acceptance.steps == 6
     one, other = (
         r.generate(PROMPTS[2], max_tokens=24, temperature=1.0, seed=seed, drafts=3, **LOGGED).token_ids
         for seed in (1, 2)
@@ -253,14 +254,56 @@ def test_counters_count():
         assert np.asarray(counts)[:3].tolist() == [6, 6, 6] and not np.asarray(counts)[3:].any()
     assert np.asarray(right.histogram).tolist()[4] == 6
     wrong = r.generate(PROMPTS[0], drafter="forced-reject", **script).acceptance
-    assert int(wrong.steps) == 24 and not np.asarray(wrong.accepted).any() and np.asarray(wrong.matched)[0] == 0
+    assert wrong.steps == 24 and not np.asarray(wrong.accepted).any() and np.asarray(wrong.matched)[0] == 0
     assert np.asarray(wrong.reached)[0] == np.asarray(wrong.offered)[0] and not np.asarray(wrong.reached)[1:].any()
     some = r.generate(PROMPTS[0], drafter=ScriptedDrafter(0.5), **script).acceptance
     # position 2 is scored whether or not position 1 was right
     assert np.asarray(some.offered)[1] > np.asarray(some.reached)[1] > 0
     for part in (right, wrong, some):
         assert part.emitted == 24
-        assert part.drafts_accepted in (24 - int(part.steps), 24 - int(part.steps) + 1)
+        assert part.drafts_accepted in (24 - part.steps, 24 - part.steps + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternating:
+    """Drafts token 0 and says that even places came from lookup and odd ones from the MTP head."""
+
+    name = "alternating"
+
+    def init(self, config, run):
+        return ()
+
+    def propose(self, context, target, state, drafts):
+        tokens = jnp.zeros((context.length.shape[0], drafts), jnp.int32)
+        source = jnp.broadcast_to(jnp.where(jnp.arange(drafts) % 2, Source.MTP, Source.LOOKUP), tokens.shape)
+        return Proposal(tokens, jnp.full(tokens.shape[0], drafts), target, state, source)
+
+
+def test_counters_know_where_drafts_came_from():
+    r = runtime("dense")
+    r.acceptance.reset()
+    got = [r.generate(PROMPTS[0], max_tokens=6, drafter=d, drafts=3, **LOGGED)
+           for d in ("mtp", "random", Alternating())]  # fmt: skip
+    mtp, random, both = (g.acceptance for g in got)
+    assert set(mtp.by_source()) - {"plain"} == {"mtp"}  # plain: a last round with room for one token has no draft
+    assert set(random.by_source()) <= {"plain", "custom"} and "custom" in random.by_source()
+    parts = both.by_source()
+    assert set(parts) - {"plain"} == {"mtp", "lookup"}
+    assert not parts["mtp"].offered[[0, 2]].any() and not parts["lookup"].offered[1] and parts["mtp"].offered[1]
+    assert parts["lookup"].steps and not parts["mtp"].steps  # a round is its first draft's
+    assert r.acceptance.total().to_dict() == Acceptance.merge([mtp, random, both]).to_dict()
+
+
+def test_the_log_counts_what_was_broken_off():
+    r = runtime("dense")
+    r.acceptance.reset()
+    stream = r.stream(PROMPTS[0], max_tokens=100, drafter="mtp", drafts=3, **LOGGED)
+    seen = sum(len(next(stream).token_ids) for _ in range(2))
+    stream.close()
+    assert r.acceptance.total().emitted >= seen
+    before = r.acceptance.total()
+    answer = r.generate(PROMPTS[0], max_tokens=5, drafter="mtp", drafts=3, **LOGGED)
+    assert (r.acceptance.total() - before).to_dict() == answer.acceptance.to_dict()
 
 
 def test_one_executable_per_row_count_and_no_second_trace(count_traces):

@@ -154,7 +154,8 @@ class Fixed:
             target = dataclasses.replace(target, base=target.base + 1, h=target.h + 1)
         tokens = jnp.full((B, drafts + self.width), state[0]).astype(self.kind)
         count = jnp.full(B, state[1])
-        return Proposal(tokens, count, target, state[:2] if self.spoil == "state" else state)
+        source: Any = {"sources": jnp.full((B, drafts), 99), "real sources": jnp.zeros((B, drafts))}.get(self.spoil)
+        return Proposal(tokens, count, target, state[:2] if self.spoil == "state" else state, source)
 
 
 @functools.cache
@@ -167,7 +168,7 @@ def _zeros(shape):
     "drafter",
     [Fixed(token=96), Fixed(token=-1), Fixed(token=2**31 - 1), Fixed(token=-(2**31)), Fixed(count=-1), Fixed(count=100),
      Fixed(count=2**31 - 1), Fixed(count=-(2**31)), Fixed(kind="int8", spoil="target"),
-     Fixed(shape=(3,))],
+     Fixed(shape=(3,)), Fixed(spoil="sources")],
     ids=lambda value: type(value).__name__,  # a repr may hold an address, which differs from worker to worker
 )  # fmt: skip
 def test_no_proposal_changes_the_output(drafter):
@@ -178,7 +179,8 @@ def test_no_proposal_changes_the_output(drafter):
 @pytest.mark.parametrize(
     ("drafter", "says"),
     [(Fixed(kind="float32"), "integers"), (Fixed(count=1.5), "integers"), (Fixed(width=1), r"tokens \(1, 2\)"),
-     (Fixed(width=-1), r"tokens \(1, 2\)"), (Fixed(spoil="state"), "like that of init")],
+     (Fixed(width=-1), r"tokens \(1, 2\)"), (Fixed(spoil="state"), "like that of init"),
+     (Fixed(spoil="real sources"), "members of Source")],
     ids=lambda value: type(value).__name__,  # a repr may hold an address, which differs from worker to worker
 )  # fmt: skip
 def test_proposals_of_another_form_are_refused(drafter, says):

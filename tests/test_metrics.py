@@ -3,30 +3,35 @@
 import io
 import json
 
+import hypothesis
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from rich.console import Console
 
-from atlas_jax.metrics import Acceptance, wilson
+from atlas_jax.decode.counters import count, init_counters
+from atlas_jax.metrics import CONTEXT_BOUNDS, Acceptance, AcceptanceLog, Event, Source, wilson
 
 
-def counted(verifies: list[tuple[list[int], list[int]]], M: int = 4) -> Acceptance:
+def counted(verifies: list[tuple[list[int], list[int]]], M: int = 4, context: int = 0, source=Source.MTP) -> Acceptance:
     """Counts verifies by the definitions: (drafts, the target's token after each row)."""
-    counts = {name: np.zeros(M - 1, np.int32) for name in ("offered", "matched", "reached", "accepted")}
-    histogram = np.zeros(M + 1, np.int32)
+    out = Acceptance.zero(M - 1)
     for drafts, picks in verifies:
         right = True
         emitted = 1
         for i, draft in enumerate(drafts):
             hit = draft == picks[i]
-            counts["offered"][i] += 1
-            counts["matched"][i] += hit
-            counts["reached"][i] += right
+            cell = out.counts[context, source, :, i]
+            cell[Event.OFFERED] += 1
+            cell[Event.MATCHED] += hit
+            cell[Event.REACHED] += right
             right = right and hit
-            counts["accepted"][i] += right
+            cell[Event.ACCEPTED] += right
             emitted += right
-        histogram[emitted] += 1
-    return Acceptance(np.int32(len(verifies)), **counts, histogram=histogram)
+        out.counts[context, source if drafts else Source.PLAIN, Event.ROUNDS, emitted] += 1
+    return out
 
 
 EXAMPLE = [([1, 2, 3], [1, 2, 3, 4]), ([1, 2, 3], [9, 2, 3, 4]), ([1, 2], [1, 9, 4]), ([], [1])]
@@ -77,6 +82,77 @@ def test_the_table_names_both_rates():
     assert "66.7" in text and "conditional" in text and "8 tokens in 4 steps (2.00 a step), 4 of 8 drafts" in text
 
 
-def test_counts_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match="one length"):
-        Acceptance(1, np.zeros(3), np.zeros(3), np.zeros(2), np.zeros(3), np.zeros(4))
+def test_counts_of_another_form_are_refused():
+    for shape in ((3,), (8, 4, 5, 1), (1, 4, 5, 6)):
+        with pytest.raises(ValueError, match="axes"):
+            Acceptance(np.zeros(shape))
+
+
+def test_parts_by_source_and_context():
+    mtp, lookup = counted(EXAMPLE[:3]), counted(EXAMPLE[1:3], context=2, source=Source.LOOKUP)
+    both = mtp + lookup + counted(EXAMPLE[3:], context=7)
+    parts = both.by_source()
+    assert list(parts) == ["plain", "mtp", "lookup"]
+    assert parts["mtp"].to_dict()["positions"] == mtp.to_dict()["positions"]
+    assert parts["lookup"].to_dict() == lookup.to_dict() and parts["plain"].steps == 1
+    contexts = both.by_context()
+    assert list(contexts) == ["0 – 1023", "2048 – 4095", "65536 –"]
+    assert contexts["2048 – 4095"].to_dict() == lookup.to_dict()
+    assert Acceptance.merge(parts.values()).to_dict() == both.to_dict() == Acceptance.merge(contexts.values()).to_dict()
+    assert both.to_dict()["sources"]["lookup"]["drafted"] == 5
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(both.parts_table())
+    assert "lookup" in (text := console.export_text()) and "2048 – 4095" in text
+
+
+def test_a_log_keeps_cold_and_warm_apart_and_is_read_in_windows():
+    log = AcceptanceLog()
+    one, two = counted(EXAMPLE[:2], M=4), counted(EXAMPLE[2:], M=6)
+    log.add(one, warm=False)
+    before = log.total()
+    log.add(two, warm=True)
+    assert before.to_dict() == one.to_dict()  # a reading does not change
+    assert (log.total() - before).to_dict() == two.to_dict() == log.total(warm=True).to_dict()
+    assert log.total(warm=False).to_dict() == one.to_dict()
+    assert json.loads(json.dumps(log.to_dict(), allow_nan=False))["warm"]["steps"] == 2
+    log.reset()
+    assert log.total().steps == 0
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3), st.integers(0, 9)), max_size=12)
+)
+def test_counting_on_the_device_follows_the_definitions(rounds):
+    """Rounds of (drafts offered, drafts right before a wrong one, tokens that may be emitted, context and sources)."""
+    M, slots = 4, jnp.array([2, 1])
+    counters, want = init_counters(3, M), Acceptance.zero(M - 1)
+    for offered, right, remaining, seed in rounds:
+        rng = np.random.default_rng(seed)
+        matches = rng.random(M - 1) < 0.5
+        matches[:right] = True
+        if right < M - 1:
+            matches[right] = False
+        matches &= np.arange(M - 1) < offered
+        source = rng.integers(1, len(Source), M - 1)
+        length = int(rng.integers(0, 1 << 17))
+        context = int(np.searchsorted(CONTEXT_BOUNDS, length, side="right"))
+        agreed = int(np.cumprod(matches).sum())
+        emitted = min(agreed + 1, remaining)
+        accepted = min(agreed, emitted)
+        for i in range(offered):
+            cell = want.counts[context, source[i], :, i]
+            cell[Event.OFFERED] += 1
+            cell[Event.MATCHED] += matches[i]
+            cell[Event.REACHED] += agreed >= i and i < emitted
+            cell[Event.ACCEPTED] += i < accepted
+        want.counts[context, source[0] if offered else Source.PLAIN, Event.ROUNDS, emitted] += 1
+        two = lambda x, other: jnp.array([x, other])  # noqa: E731  # the second sequence does not run
+        counters = COUNT(
+            counters, slots, two(length, 5), two(offered + 1, 0), two(source, source), two(matches, ~matches),
+            two(accepted, 0), two(emitted, 0),
+        )  # fmt: skip
+    np.testing.assert_array_equal(counters[2], want.counts)
+    assert not np.asarray(counters)[[0, 1]].any()
+
+
+COUNT = jax.jit(count)

@@ -40,12 +40,14 @@ class DraftContext(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """Drafts, how many of them count for each sequence, and the states that proposing left."""
+    """Drafts, how many of them count for each sequence, the states that proposing left, and where each draft came from (members
+    of `metrics.Source`, for the counters; by default what `Source.of` says of the drafter's name)."""
 
     tokens: Int[Array, "B D"]
     count: Int[Array, " B"]
     target: TargetState
     state: Any
+    source: Int[Array, "B D"] | None = None
 
 
 @runtime_checkable

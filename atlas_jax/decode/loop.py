@@ -83,14 +83,15 @@ class Loop:
                 self._state = None
             raise
 
-    def acceptance(self, count: int) -> list[Acceptance]:
-        """Acceptance of the first `count` slots' requests, as counted on the device."""
+    @property
+    def live(self) -> bool:
+        """Whether there is a state to read: not before the first batch, nor after a step that failed."""
+        return self._state is not None
+
+    def acceptance(self, index: int) -> Acceptance:
+        """Acceptance of request `index` of the last batch, as counted on the device."""
         assert self._state is not None
-        counters = jax.device_get(self._state.counters)
-        return [
-            Acceptance(**{f: getattr(counters, f)[slot] for f in counters.__dataclass_fields__})
-            for slot in range(1, count + 1)
-        ]
+        return Acceptance(jax.device_get(self._state.counters)[index + 1])
 
     def logits(self, prompt: np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of every position of a prompt, by prefill."""

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from atlas_jax.decode import sampling
+from atlas_jax.decode.counters import count
 from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter, Proposal
-from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, Counters, DecodeState
+from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeState
 from atlas_jax.errors import RequestError
+from atlas_jax.metrics import Source
 from atlas_jax.models import HybridModel, call
 from atlas_jax.shapes import Array, Bool, Float, Int
 from atlas_jax.state import TargetState, commit
@@ -66,26 +68,6 @@ def accept(
     return Accepted(emitted, jnp.minimum(agreed, emitted), matches, jnp.where(live, reason, finish))
 
 
-def count(counters: Counters, slots: Array, n_rows: Array, verdict: Accepted) -> Counters:
-    """Adds one round to the acceptance counters. Every offered draft is scored, also behind a wrong one."""
-    position = jnp.arange(verdict.matches.shape[1])
-    offered = position < n_rows[:, None] - 1
-    decided = offered & (position < verdict.emitted[:, None])  # what a stop cut off was never reached
-    right_so_far = jnp.cumprod(verdict.matches, axis=1).astype(bool)
-    reached = decided & jnp.concatenate([jnp.ones_like(right_so_far[:, :1]), right_so_far[:, :-1]], axis=1)
-    accepted = position < verdict.accepted[:, None]
-    live = (n_rows > 0).astype(jnp.int32)
-    add = lambda x, y: x.at[slots, : y.shape[1]].add(y.astype(jnp.int32))  # noqa: E731
-    return Counters(
-        steps=counters.steps.at[slots].add(live),
-        offered=add(counters.offered, offered),
-        matched=add(counters.matched, verdict.matches & offered),
-        reached=add(counters.reached, reached),
-        accepted=add(counters.accepted, accepted),
-        histogram=counters.histogram.at[slots, verdict.emitted].add(live),
-    )
-
-
 def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array) -> tuple[Array, Any]:
     """Feeds the drafter's layer the rows that the last round committed, with the target's hiddens, over what speculation wrote.
 
@@ -134,6 +116,9 @@ def checked(proposal: Any, drafter: Drafter, state: DecodeState, slots: Array, d
         raise refuse(f"a Proposal, got {type(proposal).__name__}")
     if not integers(proposal.tokens, (B, drafts)) or not integers(proposal.count, (B,)):
         raise refuse(f"integers: tokens {(B, drafts)} and count {(B,)}, got {forms((proposal.tokens, proposal.count))}")
+    source = jnp.full((B, drafts), Source.of(drafter.name)) if proposal.source is None else proposal.source
+    if not integers(source, (B, drafts)):
+        raise refuse(f"sources as integers {(B, drafts)}, members of Source, or None; got {forms(source)}")
     if not alike(proposal.state, state.drafter):
         raise refuse(f"a state like that of init, {forms(state.drafter)}, got {forms(proposal.state)}")
     if not isinstance(proposal.target, TargetState) or not alike(proposal.target.pages, state.target.pages):
@@ -143,6 +128,7 @@ def checked(proposal: Any, drafter: Drafter, state: DecodeState, slots: Array, d
         count=jnp.clip(proposal.count, 0, drafts).astype(jnp.int32),
         target=dataclasses.replace(state.target, pages=proposal.target.pages),
         state=jax.tree.map(jnp.asarray, proposal.state),
+        source=jnp.clip(source, 1, len(Source) - 1).astype(jnp.int32),
     )
 
 
@@ -164,13 +150,13 @@ def run_round(
     if model.config.has_mtp and not isinstance(drafter, NoDrafter):
         hidden, target = feed(model, params, state, slots)
         state = dataclasses.replace(state, target=target)
-    tokens, n_rows = last, jnp.ones(B, jnp.int32)
+    tokens, n_rows, source = last, jnp.ones(B, jnp.int32), jnp.zeros((B, 0), jnp.int32)
     target, drafter_state = state.target, state.drafter
     if K > 1:
         proposal = propose(model, params, drafter, K - 1, state, slots, hidden)
         target, drafter_state = proposal.target, proposal.state
         tokens = jnp.concatenate([last, proposal.tokens], axis=1)
-        n_rows = 1 + proposal.count
+        n_rows, source = 1 + proposal.count, proposal.source
     room = jnp.minimum(state.remaining[slots], target.capacity - length)
     n_rows = jnp.where(running, jnp.minimum(n_rows, room), 0)
 
@@ -179,6 +165,8 @@ def run_round(
     picks = sampling.pick(state.sampler, slots, logits, tokens, length + 1, n_rows, model.row_group)
     verdict = accept(tokens, picks, finite, n_rows, state.remaining[slots], state.stop_ids[slots], state.finish[slots])
     n = verdict.emitted
+    scored = (verdict.matches, verdict.accepted, n)
+    counters = count(state.counters, slots, length, n_rows, source, *scored)
     target = commit(target, slots, n, hidden)
     target = dataclasses.replace(target, ok=target.ok.at[slots].set(target.ok[slots] & (verdict.finish != ERROR)))
     finish = jnp.where(target.ok[slots], verdict.finish, ERROR)
@@ -202,7 +190,7 @@ def run_round(
         feed_count=state.feed_count.at[slots].set(jnp.where(n > 0, n, state.feed_count[slots])),
         remaining=state.remaining.at[slots].add(-n),
         finish=state.finish.at[slots].set(finish),
-        counters=count(state.counters, slots, n_rows, verdict),
+        counters=counters,
         drafter=drafter_state,
     )
     return state, (picks, n, *_log_probabilities(logits, picks, n_rows, n_top, model.row_group))

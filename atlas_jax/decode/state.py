@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlas_jax.config import ModelConfig, RunConfig
+from atlas_jax.decode.counters import Counters, init_counters
 from atlas_jax.decode.request import MAX_STOPS, SamplingParams
 from atlas_jax.decode.sampling import SamplerState, init_sampler, set_slot, slot_values
 from atlas_jax.shapes import Array, Float, Int
@@ -17,19 +18,6 @@ from atlas_jax.state import TargetState, free, init
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
 FINISH_REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Counters:
-    """Acceptance of each slot's request so far (see `metrics.Acceptance` for the meaning of each)."""
-
-    steps: Int[Array, " S"]
-    offered: Int[Array, "S drafts"]
-    matched: Int[Array, "S drafts"]
-    reached: Int[Array, "S drafts"]
-    accepted: Int[Array, "S drafts"]
-    histogram: Int[Array, "S emitted"]  # rounds by tokens emitted
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +39,7 @@ class DecodeState:
     remaining: Int[Array, " S"]  # tokens that may still be emitted
     finish: Int[Array, " S"]  # RUNNING … ERROR
     stop_ids: Int[Array, "S stops"]  # padded with -1
-    counters: Counters
+    counters: Counters  # of each slot's request so far
     drafter: Any  # the drafter's own explicit state
 
 
@@ -69,14 +57,7 @@ def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) ->
         remaining=zeros(S),
         finish=jnp.full(S, STOP, jnp.int32),
         stop_ids=jnp.full((S, MAX_STOPS * 2), -1, jnp.int32),
-        counters=Counters(
-            steps=zeros(S),
-            offered=zeros(S, M - 1),
-            matched=zeros(S, M - 1),
-            reached=zeros(S, M - 1),
-            accepted=zeros(S, M - 1),
-            histogram=zeros(S, M + 1),
-        ),
+        counters=init_counters(S, M),
         drafter=drafter_state,
     )
 
@@ -84,7 +65,6 @@ def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) ->
 def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Any]) -> DecodeState:
     """Gives an empty slot to a request; `values` are `request_values`'. The prompt's prefill comes next, then `start_slot`."""
     at = lambda x, y: x.at[slot].set(y)  # noqa: E731
-    counters = jax.tree.map(lambda x: at(x, 0), state.counters)
     return dataclasses.replace(
         state,
         target=free(state.target, slot),
@@ -93,7 +73,7 @@ def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Any]) 
         remaining=at(state.remaining, values["remaining"]),
         finish=at(state.finish, STOP),
         stop_ids=at(state.stop_ids, values["stop_ids"]),
-        counters=counters,
+        counters=at(state.counters, 0),
     )
 
 

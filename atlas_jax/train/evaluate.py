@@ -94,7 +94,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     total = atlas_jax.Acceptance.merge(parts)
     accepted = (total.accepted / np.maximum(total.offered, 1)).round(4)[: a.drafts]
-    row = dict(valid=valid, turns=len(parts), steps=int(total.steps), accepted_of_offered=accepted.tolist())
+    row = dict(valid=valid, turns=len(parts), steps=total.steps, accepted_of_offered=accepted.tolist())
     print(json.dumps(row | {"tokens_per_step": round(total.tokens_per_step, 3)}))
 
 
