@@ -21,7 +21,7 @@ UV := $(BIN)/uv
 demo: venv
 	$(BIN)/atlas-jax demo $(ARGS)
 
-test: venv
+test: venv .venv/.cuda-compile
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: venv
@@ -43,6 +43,7 @@ locks: .venv/.made
 	$(LOCK) requirements/bootstrap.in -o requirements/bootstrap.txt
 	$(LOCK) pyproject.toml --extra dev -c requirements/pins.in -o requirements/dev.txt
 	$(LOCK) pyproject.toml -c requirements/pins.in -c requirements/dev.txt -o requirements/run.txt
+	$(LOCK) --no-deps --group cuda-compile -c requirements/pins.in -o requirements/cuda-compile.txt
 	@! grep -n '//' requirements/*.txt || { echo 'make locks: an address got into a lock, see above' >&2; exit 1; }
 
 clean:
@@ -57,6 +58,14 @@ venv: .venv/.installed
 	@echo "installing requirements/dev.txt and the project into .venv"
 	@$(UV) pip install --quiet --python $(BIN)/python --require-hashes -r requirements/dev.txt
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+# XLA's CUDA plugin and ptxas (190 MB to download) in a folder that only tests/deviceless.py knows.
+.venv/.cuda-compile: .venv/.made requirements/cuda-compile.txt
+	@echo "installing requirements/cuda-compile.txt into .venv/cuda-compile"
+	@rm -rf .venv/cuda-compile
+	@$(UV) pip install --quiet --python $(BIN)/python --require-hashes --no-deps --target .venv/cuda-compile \
+		-r requirements/cuda-compile.txt
 	@touch $@
 
 # A name on PATH may be a shim that starts no interpreter, so each candidate is run, and says itself where it lies.
