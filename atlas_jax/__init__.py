@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atlas_jax.completion import Completion, Delta, Timings
-    from atlas_jax.config import ModelConfig, RunConfig
+    from atlas_jax.config import ModelConfig, Probes, RunConfig
     from atlas_jax.decode.drafters import DraftContext, Drafter, Proposal
     from atlas_jax.decode.request import SamplingParams
     from atlas_jax.metrics import Acceptance
@@ -27,6 +27,7 @@ _HOMES = {
     "DraftContext": "decode.drafters",
     "Drafter": "decode.drafters",
     "ModelConfig": "config",
+    "Probes": "config",
     "Proposal": "decode.drafters",
     "RunConfig": "config",
     "Runtime": "runtime",
@@ -42,6 +43,7 @@ __all__ = [
     "DraftContext",
     "Drafter",
     "ModelConfig",
+    "Probes",
     "Proposal",
     "RunConfig",
     "Runtime",

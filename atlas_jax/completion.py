@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from atlas_jax.decode.loop import Step
+from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.stops import StopMatcher
 from atlas_jax.metrics import Acceptance
@@ -38,10 +39,12 @@ class Completion:
     prompt_tokens: int
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    fingerprints: Fingerprints | None = None  # with that probe on
 
     def to_dict(self) -> dict[str, Any]:
         out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         out["acceptance"], out["timings"] = self.acceptance.to_dict(), self.timings.to_dict()
+        out["fingerprints"] = self.fingerprints and self.fingerprints._asdict()
         return {k: v for k, v in out.items() if v is not None}
 
 

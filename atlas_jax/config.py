@@ -128,6 +128,36 @@ class ModelConfig:
         return self.mtp_num_hidden_layers > 0
 
 
+def _at_least(low: int, name: str, value: object) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Probes:
+    """Research switches at the drafter's input, all off by default. Whatever they do to drafts, the output stays the same.
+
+    Attributes:
+        shift: pairs every token that the drafter's layer reads with the target's hidden from so many positions further back
+            than the right one, on which acceptance must drop.
+        fingerprints: hashes each hidden that the target produces and compares it with the one that the drafter's layer is
+            fed for that position, bit for bit; completions then say how many differed.
+    """
+
+    shift: int = 0
+    fingerprints: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(0, "shift", self.shift)
+        if not isinstance(self.fingerprints, bool):
+            raise ConfigError(f"fingerprints must be True or False, got {self.fingerprints!r}")
+
+    def __bool__(self) -> bool:
+        return self != Probes()
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """How a model is run. Every field is static: changing one compiles new executables.
@@ -145,6 +175,7 @@ class RunConfig:
         rounds_per_dispatch: draft-verify-accept-commit rounds that one dispatch runs.
         layout: "layers" keeps one array a layer and weight, "stacked" one array for all layers. XLA's CPU backend copies a
             layer out of a stack at every use, its GPU backend reads it in place.
+        probes: research switches.
     """
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -156,6 +187,7 @@ class RunConfig:
     prefill_chunk: int = 256
     rounds_per_dispatch: int = 8
     layout: Literal["layers", "stacked"] = "layers"
+    probes: Probes = Probes()
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
@@ -168,6 +200,8 @@ class RunConfig:
             raise ConfigError(f"row_group must be 1 or a power of two from 4 on, got {self.row_group}")
         if self.layout not in ("layers", "stacked"):
             raise ConfigError(f"layout must be layers or stacked, got {self.layout!r}")
+        if not isinstance(self.probes, Probes):
+            raise ConfigError(f"probes must be a Probes, as in Probes(shift=1), got {self.probes!r}")
 
     @property
     def max_rows(self) -> int:
@@ -176,10 +210,3 @@ class RunConfig:
     @property
     def pages_per_slot(self) -> int:
         return -(-self.max_length // self.page_size)
-
-
-def _at_least(low: int, name: str, value: object) -> None:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if value < low:
-        raise ConfigError(f"{name} must be at least {low}, got {value}")

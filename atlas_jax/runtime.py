@@ -107,6 +107,8 @@ class Runtime:
             raise ConfigError(
                 f"max_length {run.max_length} is beyond the model's {config.max_position_embeddings} positions"
             )
+        if run.probes and not config.has_mtp:
+            raise ConfigError(f"{run.probes} look at an MTP drafter, and this model has none: it lacks mtp.* tensors")
         self.config, self.run, self.params, self.tokenizer = config, run, params, tokenizer
         self.loop = Loop(config, run, params, progress)
         self.acceptance = AcceptanceLog()
@@ -292,6 +294,7 @@ class Runtime:
                         completion = self._complete(
                             requests[step.index], answer, began + compile_s, compile_s, acceptance
                         )
+                        completion = dataclasses.replace(completion, fingerprints=self.loop.fingerprints(step.index))
                     yield step.index, Delta(step.token_ids, text, step.finish_reason, completion)
                     self._reader = threading.get_ident()  # another thread may be reading on
             finally:

@@ -15,7 +15,7 @@ import pytest
 from models import CONFIGS, RUN, assert_same, params_of, steps
 
 import atlas_jax
-from atlas_jax.config import FULL, LINEAR, RunConfig
+from atlas_jax.config import FULL, LINEAR, Probes, RunConfig
 from atlas_jax.decode.drafters import Proposal
 from atlas_jax.errors import ConfigError, RequestError, StateError
 from atlas_jax.runtime import Runtime, is_batch
@@ -110,6 +110,14 @@ def test_the_smallest_top_p_keeps_one_token():
 def test_run_configurations_of_other_types(field):
     with pytest.raises(ConfigError, match=next(iter(field))):
         RunConfig(**field)
+
+
+@pytest.mark.parametrize("field", [dict(shift=-1), dict(shift=1.5), dict(shift=True), dict(fingerprints=1)])
+def test_probes_of_other_types(field):
+    with pytest.raises(ConfigError, match=next(iter(field))):
+        Probes(**field)
+    with pytest.raises(ConfigError, match="must be a Probes"):
+        RunConfig(probes=field)
 
 
 def test_load_names_unknown_options():

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from atlas_jax.config import RunConfig
+from atlas_jax.decode import probes
 from atlas_jax.decode import round as rounds
 from atlas_jax.decode.drafters import Drafter
 from atlas_jax.decode.state import DecodeState, cut_slot, open_slot, start_slot
@@ -65,8 +66,8 @@ class Executables:
         """(params, state, slot, tokens [size], n) -> state."""
 
         def prefill(params, state: DecodeState, slot, tokens, n):
-            target = call(self.model, params, state.target, slot, tokens, n, method="prefill")[2]
-            return dataclasses.replace(state, target=target)
+            target, probe = probes.prefill(self.model, params, state.probe, state.target, slot, tokens, n)
+            return dataclasses.replace(state, target=target, probe=probe)
 
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
         return self.get(("prefill", f"tokens={size}", _structure(state)), prefill, args, (1,))

@@ -15,6 +15,7 @@ import numpy as np
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.drafters import Drafter, ScriptedDrafter
 from atlas_jax.decode.executables import Executables, Progress
+from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.state import FINISH_REASONS, RUNNING, DecodeState, init_decode, request_values
 from atlas_jax.metrics import Acceptance
@@ -92,6 +93,14 @@ class Loop:
         """Acceptance of request `index` of the last batch, as counted on the device."""
         assert self._state is not None
         return Acceptance(jax.device_get(self._state.counters)[index + 1])
+
+    def fingerprints(self, index: int) -> Fingerprints | None:
+        """What that probe counted of request `index` of the last batch; None where it is off."""
+        assert self._state is not None
+        probe = self._state.probe
+        if probe is None or probe.prints is None:
+            return None
+        return Fingerprints(*jax.device_get(probe.counts)[index + 1].tolist())
 
     def logits(self, prompt: np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of every position of a prompt, by prefill."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from atlas_jax.decode import sampling
+from atlas_jax.decode import probes, sampling
 from atlas_jax.decode.counters import count
 from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter, Proposal
 from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeState
@@ -68,15 +68,17 @@ def accept(
     return Accepted(emitted, jnp.minimum(agreed, emitted), matches, jnp.where(live, reason, finish))
 
 
-def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array) -> tuple[Array, Any]:
+def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array) -> tuple[Array, DecodeState]:
     """Feeds the drafter's layer the rows that the last round committed, with the target's hiddens, over what speculation wrote.
 
-    Returns: the drafter's normed hidden of each sequence's newest token [B, D], and the target state.
+    Returns: the drafter's normed hidden of each sequence's newest token [B, D], and the state.
     """
     n = state.feed_count[slots]
     start = state.target.length[slots] - n + 1
-    args = (state.target, slots, state.feed_tokens[slots], state.feed_hidden[slots], start, n)
-    return call(model, params, *args, method="feed")
+    n = jnp.where(state.finish[slots] == RUNNING, n, 0)
+    args = (slots, state.feed_tokens[slots], state.feed_hidden[slots], start, n)
+    hidden, target, probe = probes.feed(model, params, state.probe, state.target, *args)
+    return hidden, dataclasses.replace(state, target=target, probe=probe)
 
 
 def propose(
@@ -148,8 +150,7 @@ def run_round(
     running = state.finish[slots] == RUNNING
     hidden = jnp.zeros((B, model.config.hidden_size), state.feed_hidden.dtype)
     if model.config.has_mtp and not isinstance(drafter, NoDrafter):
-        hidden, target = feed(model, params, state, slots)
-        state = dataclasses.replace(state, target=target)
+        hidden, state = feed(model, params, state, slots)
     tokens, n_rows, source = last, jnp.ones(B, jnp.int32), jnp.zeros((B, 0), jnp.int32)
     target, drafter_state = state.target, state.drafter
     if K > 1:
@@ -170,6 +171,7 @@ def run_round(
     target = commit(target, slots, n, hidden)
     target = dataclasses.replace(target, ok=target.ok.at[slots].set(target.ok[slots] & (verdict.finish != ERROR)))
     finish = jnp.where(target.ok[slots], verdict.finish, ERROR)
+    probe = state.probe and probes.produced(state.probe, target, slots, length, hidden, n)
 
     # Rows past the emitted ones land in the sentinel column.
     emitted = jnp.arange(K) < n[:, None]
@@ -192,6 +194,7 @@ def run_round(
         finish=state.finish.at[slots].set(finish),
         counters=counters,
         drafter=drafter_state,
+        probe=probe,
     )
     return state, (picks, n, *_log_probabilities(logits, picks, n_rows, n_top, model.row_group))
 

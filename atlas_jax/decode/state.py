@@ -11,6 +11,7 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.counters import Counters, init_counters
+from atlas_jax.decode.probes import ProbeState, init_probes
 from atlas_jax.decode.request import MAX_STOPS, SamplingParams
 from atlas_jax.decode.sampling import SamplerState, init_sampler, set_slot, slot_values
 from atlas_jax.shapes import Array, Float, Int
@@ -41,14 +42,16 @@ class DecodeState:
     stop_ids: Int[Array, "S stops"]  # padded with -1
     counters: Counters  # of each slot's request so far
     drafter: Any  # the drafter's own explicit state
+    probe: ProbeState | None  # None in production
 
 
 def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) -> DecodeState:
     """All slots empty and finished."""
     S, M = run.slots + 1, run.max_rows
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
+    target = init(config, run)
     return DecodeState(
-        target=init(config, run),
+        target=target,
         sampler=init_sampler(S, config.vocab_size),
         tokens=zeros(S, run.max_length + 1),
         feed_tokens=zeros(S, M),
@@ -59,12 +62,14 @@ def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) ->
         stop_ids=jnp.full((S, MAX_STOPS * 2), -1, jnp.int32),
         counters=init_counters(S, M),
         drafter=drafter_state,
+        probe=init_probes(config, run, target),
     )
 
 
 def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Any]) -> DecodeState:
     """Gives an empty slot to a request; `values` are `request_values`'. The prompt's prefill comes next, then `start_slot`."""
     at = lambda x, y: x.at[slot].set(y)  # noqa: E731
+    probe = state.probe and dataclasses.replace(state.probe, counts=at(state.probe.counts, 0))
     return dataclasses.replace(
         state,
         target=free(state.target, slot),
@@ -74,6 +79,7 @@ def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Any]) 
         finish=at(state.finish, STOP),
         stop_ids=at(state.stop_ids, values["stop_ids"]),
         counters=at(state.counters, 0),
+        probe=probe,
     )
 
 

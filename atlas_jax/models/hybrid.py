@@ -26,6 +26,7 @@ from pallas_kernels.linear import linear
 from pallas_kernels.rows import by_row_group, live_rows
 
 Rows = Callable[..., Any]
+FED = "fed"  # the collection in which `prefill` and `feed` leave the hiddens that the drafter's layer reads, where it is mutable
 
 
 class Hidden(NamedTuple):
@@ -206,12 +207,17 @@ class HybridModel(nn.Module):
         return split(logits), split(hidden), state
 
     def prefill(
-        self, state: TargetState, slot: Int[Array, ""], tokens: Int[Array, " T"], n: Int[Array, ""]
+        self,
+        state: TargetState,
+        slot: Int[Array, ""],
+        tokens: Int[Array, " T"],
+        n: Int[Array, ""],
+        earlier: Float[Array, "shift D"] | None = None,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], TargetState]:
         """Commits the first `n` of a chunk of tokens to a settled slot, in matrix form; the rest of the chunk is padding.
 
         The drafter's layer gets the keys and values of the same rows: row p is (token p, hidden p - 1), the first of them
-        from the boundary hidden.
+        from the boundary hidden. With `earlier`, hiddens from before the boundary, row p gets hidden p - 1 - shift instead.
 
         A slot that is not settled, or an `n` below 0, above T or beyond its capacity, commits nothing and clears the slot's `ok`.
 
@@ -247,7 +253,10 @@ class HybridModel(nn.Module):
         hidden = self.final(x)
         fed = self.drafter_hidden(hidden)
         if c.has_mtp:
-            previous = jnp.concatenate([state.hidden[slot][None], fed[:-1]])
+            before = state.hidden[slot][None]
+            before = before if earlier is None else jnp.concatenate([earlier, before])
+            previous = jnp.concatenate([before, fed])[:T]
+            self.sow(FED, "hidden", previous)
             k, v = self.mtp.keys_values(self.embed(tokens), previous, positions)
             pages = paged_attention.write(state.pages, c.num_full_layers, k[None], v[None], table, start[None], count)
             state = dataclasses.replace(state, pages=pages)
@@ -270,6 +279,7 @@ class HybridModel(nn.Module):
         Returns: the drafter's normed hidden of each sequence's last row, which `logits` turns into the first draft, and the state.
         """
         B, K = tokens.shape
+        self.sow(FED, "hidden", hidden)
         rows = functools.partial(self._rows, live_rows(n_rows, K))
         split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
         flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
