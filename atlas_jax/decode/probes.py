@@ -55,7 +55,10 @@ def fingerprint(hidden: Float[Array, "*rows D"]) -> UInt32[Array, "*rows"]:
     """A hash of the bits of each row, never 0. Integers: the order of the additions does not matter."""
     x = jax.lax.bitcast_convert_type(hidden, jnp.dtype(f"uint{8 * hidden.dtype.itemsize}")).astype(jnp.uint32)
     x += np.random.default_rng(0).integers(1 << 32, size=hidden.shape[-1], dtype=np.uint32)  # a place counts too
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's finaliser, by A. Appleby: every bit moves all
+    for shift, factor in (
+        (16, 0x85EBCA6B),
+        (13, 0xC2B2AE35),
+    ):  # MurmurHash3's finaliser, by A. Appleby: every bit moves all
         x = (x ^ (x >> shift)) * np.uint32(factor)
     return (x ^ (x >> 16)).sum(-1, dtype=jnp.uint32) | 1
 
