@@ -1,4 +1,4 @@
-# Targets: demo test lint format bench locks clean, and venv, which the others need.
+# Targets: demo test test-newest-jax lint format bench locks clean, and venv, which the others need.
 #
 # Everything runs in .venv, made on first use from the hashed locks in requirements/. Variables:
 #   PYTHON=/path/to/python   the interpreter to make .venv with (otherwise: the newest found, 3.12 to 3.14)
@@ -8,7 +8,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format bench locks clean venv
+.PHONY: demo test test-newest-jax lint format bench locks clean venv
 
 PYTHON ?=
 WORKERS ?= 2
@@ -23,6 +23,21 @@ demo: venv
 
 test: venv .venv/.cuda-compile
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# The same tests with the newest jax there is, whatever pyproject.toml allows, and everything else as locked: what its next
+# release takes away is seen here first. In .venv-newest, made anew each time.
+NEWEST := .venv-newest/bin/python
+NEWEST_INSTALL = $(UV) pip install --quiet --python $(NEWEST)
+
+test-newest-jax: .venv/.made
+	@$(UV) venv --quiet --clear --python $(BIN)/python .venv-newest
+	@printf 'jax\njaxlib\n' >.venv-newest/override.in
+	@$(NEWEST_INSTALL) --no-verify-hashes --override .venv-newest/override.in -r requirements/dev.txt
+	@$(NEWEST_INSTALL) --no-deps --no-build-isolation -e .
+	@version=$$($(NEWEST) -c 'import jax; print(jax.__version__)'); echo "testing with jax $$version"; \
+	$(NEWEST_INSTALL) --no-deps --target .venv-newest/cuda-compile \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc
+	JAX_COMPILATION_CACHE_DIR=.venv-newest/cache $(NEWEST) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .
@@ -47,7 +62,7 @@ locks: .venv/.made
 	@! grep -n '//' requirements/*.txt || { echo 'make locks: an address got into a lock, see above' >&2; exit 1; }
 
 clean:
-	rm -rf .venv .cache .hypothesis .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-newest .cache .hypothesis .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. Two stamps: the venv itself, and what is installed in it.

@@ -15,6 +15,7 @@ others than on the card; kernels of ours are the same.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import fnmatch
 import functools
@@ -23,6 +24,7 @@ import importlib.metadata
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import sysconfig
@@ -71,7 +73,13 @@ class Kernel:
 
     @functools.cached_property
     def _resources(self) -> dict[str, int]:
-        return resources(_ptxas(self.ptx.replace(self.name, "kernel"), ARCHITECTURES[self.target]))
+        # Without its name, so that kernels that differ in nothing else are assembled once.
+        ptx = re.sub(
+            rf"(?<=entry ){self.name}(?=\()|\b{self.name}(?=_param_)",
+            "kernel",
+            self.ptx.replace(f"// .globl\t{self.name}\n", ""),
+        )
+        return resources(_ptxas(ptx, ARCHITECTURES[self.target]))
 
     @property
     def registers(self) -> int:
@@ -234,6 +242,7 @@ class _Compiler:
                 stderr=log,
                 env=environment,
             )
+        atexit.register(self.close)
 
     def compile(self, request: worker.Request) -> worker.Result:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -241,13 +250,18 @@ class _Compiler:
             pickle.dump(request, self.process.stdin)
             self.process.stdin.flush()
             answer = pickle.load(self.process.stdout)
-        except (EOFError, BrokenPipeError) as error:
+        except (EOFError, OSError) as error:
             _compiler.cache_clear()
             log = self.log.read_text(errors="replace")
             raise RuntimeError(f"the compiling process died; the end of its log:\n{log[-4000:]}") from error
         if isinstance(answer, str):
             raise RuntimeError(f"compiling failed:\n{answer}")
         return answer
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # on which it ends
+        self.process.wait()
 
 
 @functools.cache
