@@ -1,4 +1,4 @@
-# Targets: demo test test-newest-jax lint format bench locks clean, and venv, which the others need.
+# Targets: demo test test-newest-jax compile-27b lint format bench locks clean, and venv, which the others need.
 #
 # Everything runs in .venv, made on first use from the hashed locks in requirements/. Variables:
 #   PYTHON=/path/to/python   the interpreter to make .venv with (otherwise: the newest found, 3.12 to 3.14)
@@ -8,7 +8,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: demo test test-newest-jax lint format bench locks clean venv
+.PHONY: demo test test-newest-jax compile-27b lint format bench locks clean venv
 
 PYTHON ?=
 WORKERS ?= 2
@@ -38,6 +38,10 @@ test-newest-jax: .venv/.made
 	$(NEWEST_INSTALL) --no-deps --target .venv-newest/cuda-compile \
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc
 	JAX_COMPILATION_CACHE_DIR=.venv-newest/cache $(NEWEST) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# The published 27B shape's step for both GPUs, which takes minutes.
+compile-27b: venv .venv/.cuda-compile
+	PYTHONPATH=. $(BIN)/python tests/compile_step.py qwen3.5-27b $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ _THUNK = re.compile(r"^( *)\d+: (k\w+) *\[[^\]]*\] *(\S*)(?:.*shared_memory: (\d
 def thunks(text: str) -> Iterator[Thunk]:
     """The thunks of a `thunk_sequence` dump, whose nesting is its indentation."""
     around: list[tuple[int, str]] = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if (found := _THUNK.match(line)) is None:
             continue
         indent = len(found[1])
@@ -57,7 +57,7 @@ def instructions(hlo: str) -> Iterator[Instruction]:
     """The instructions of an HLO module that are not themselves inside a fusion."""
     bodies: dict[str, list[tuple[str, str, str, str]]] = {}
     lines: list[tuple[str, str, str, str]] = []
-    for line in hlo.splitlines():
+    for line in hlo.split("\n"):
         if found := _COMPUTATION.match(line):
             lines = bodies.setdefault(found[1], [])
         elif found := _INSTRUCTION.match(line):
