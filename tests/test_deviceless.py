@@ -147,6 +147,7 @@ ENTRY %main (x: f32[4,8]) -> (f32[4,8], bf16[1,8]) {
   %copy.1 = f32[4,8]{0,1} copy(%x), metadata={op_name="jit(f)/copy"}
   %f.1 = bf16[1,8]{1,0} fusion(%x), kind=kLoop, calls=%moved
   %f.2 = f32[4,8]{1,0} fusion(%x), kind=kLoop, calls=%added
+  %c.1 = ((f32[4,8]{1,0}, bf16[1,8]{1,0}), /*index=1*/s32[]) custom-call(%x), custom_call_target="f"
   ROOT %t = (f32[4,8]{1,0}, bf16[1,8]{1,0}) tuple(%f.2, %f.1)
 }
 """
@@ -156,6 +157,7 @@ ENTRY %main (x: f32[4,8]) -> (f32[4,8], bf16[1,8]) {
         "copy.1": (128, True),
         "f.1": (16, True),
         "f.2": (128, False),
+        "c.1": (128, False),
         "t": (128, False),
     }
 
