@@ -16,6 +16,7 @@ others than on the card; kernels of ours are the same.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -300,9 +301,9 @@ def _keep(path: pathlib.Path, content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=CACHE, delete=False) as file:
         file.write(content)
     pathlib.Path(file.name).replace(path)
-    kept = sorted(CACHE.glob("*.*"), key=lambda x: x.stat().st_mtime, reverse=True)
-    for old in kept[CACHED:]:
-        old.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # another process may be at it as well
+        for old in sorted(CACHE.glob("*.*"), key=lambda x: x.stat().st_mtime, reverse=True)[CACHED:]:
+            old.unlink()
 
 
 def _sources(function: Any) -> Iterable[bytes]:

@@ -101,7 +101,8 @@ _ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[.\w:]* *\[[^\]]*\], *\[
 
 
 def accesses(ptx: str, kind: str) -> Counter[int]:
-    """Loads ("ld") or stores ("st") of global memory in a PTX text, counted by bytes a thread. Asynchronous copies are loads."""
+    """Loads ("ld") or stores ("st") of global memory in a PTX text, counted by bytes a thread. Asynchronous copies are
+    loads; bulk ones (TMA), whose size the code need not say, are not counted."""
     found: Counter[int] = Counter()
     for operation, modifiers in _ACCESS.findall(ptx):
         if operation == kind:
