@@ -97,7 +97,8 @@ class Steps:
             values[rng.random(x.shape) < 0.05] = np.nan
             return jnp.asarray(values, x.dtype)
 
-        names = [n for n in state.__dataclass_fields__ if n not in ("page_table", "rows", "base", "pending", "ok")]
+        kept = ("page_table", "rows", "base", "pending", "drafter_start", "ok")
+        names = [n for n in state.__dataclass_fields__ if n not in kept]
         return dataclasses.replace(state, **{n: jax.tree.map(noise, getattr(state, n)) for n in names})
 
     def verify(self, state: Any, slots: Any, tokens: Any, n_rows: Any) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlas_jax.cache.pages import PagePool
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.drafters import Drafter, ScriptedDrafter
 from atlas_jax.decode.executables import Executables, Progress
@@ -53,6 +54,7 @@ class Loop:
         self.executables = Executables(model, run, progress)
         self.model = model
         self._state: DecodeState | None = None
+        self.pages = PagePool(run.slots * run.pages_per_slot)
         self.dispatches = 0
         self.read_s = 0.0  # spent on turning what dispatches emitted into steps
 
@@ -72,8 +74,9 @@ class Loop:
         slots = np.zeros(1 << (len(requests) - 1).bit_length(), np.int32)
         slots[: len(requests)] = 1 + np.arange(len(requests))
         state = self._take_state(drafter)
+        pages = [self.pages.allocate(self._pages_needed(r.prompt.size + r.params.max_tokens)) for r in requests]
         try:
-            state = self._open(state, requests, drafter, drafts, n_top, slots)
+            state = self._open(state, requests, pages, drafter, drafts, n_top, slots)
             for latest, steps in self._rounds(state, requests, drafter, drafts, n_top, slots, cut):
                 self._state = latest
                 yield from steps
@@ -83,6 +86,9 @@ class Loop:
             if not isinstance(error, GeneratorExit):
                 self._state = None
             raise
+        finally:
+            for row in pages:
+                self.pages.release(row)
 
     @property
     def live(self) -> bool:
@@ -105,7 +111,9 @@ class Loop:
     def logits(self, prompt: np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of every position of a prompt, by prefill."""
         state = self._take_state(None)
-        values = self._values(prompt, SamplingParams())
+        pages = self.pages.allocate(self._pages_needed(prompt.size))
+        self.pages.release(pages)  # nobody else runs before these are done with
+        values = request_values(self.config, self.run, prompt, SamplingParams(), pages)
         state = self.executables.open(state, values)(state, jnp.int32(1), values)
         parts = []
         for tokens, n in self._chunks(prompt):
@@ -126,8 +134,9 @@ class Loop:
         extra = jax.tree.map(jnp.array, drafter.init(self.config, self.run)) if drafter else ()
         return dataclasses.replace(state, drafter=extra)
 
-    def _values(self, prompt: np.ndarray, params: SamplingParams) -> Any:
-        return request_values(self.config, self.run, prompt, params)
+    def _pages_needed(self, tokens: int) -> int:
+        """Pages of a sequence that may grow to `tokens`; drafter rows may lie as far as the longest draft beyond."""
+        return -(-min(tokens + self.run.max_drafts, self.run.max_length) // self.run.page_size)
 
     def _chunks(self, prompt: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
         """The prompt on the grid of absolute positions: whole chunks, then a part in the smallest size that holds it."""
@@ -142,13 +151,16 @@ class Loop:
         self,
         state: DecodeState,
         requests: list[Request],
+        pages: list[list[int]],
         drafter: Drafter,
         drafts: int,
         n_top: int | None,
         slots: np.ndarray,
     ) -> DecodeState:
         """Compiles what the batch needs, then prefills every prompt but for its last token, which the first round reads."""
-        values = [self._values(r.prompt, r.params) for r in requests]
+        values = [
+            request_values(self.config, self.run, r.prompt, r.params, row) for r, row in zip(requests, pages, strict=True)
+        ]
         open_slot, start_slot = self.executables.open(state, values[0]), self.executables.start(state)
         self.executables.dispatch(drafter, drafts + 1, n_top, self.params, state, jnp.asarray(slots))
         chunks = [list(self._chunks(r.prompt[:-1])) for r in requests]

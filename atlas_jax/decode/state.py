@@ -15,7 +15,7 @@ from atlas_jax.decode.probes import ProbeState, init_probes
 from atlas_jax.decode.request import MAX_STOPS, SamplingParams
 from atlas_jax.decode.sampling import SamplerState, init_sampler, set_slot, slot_values
 from atlas_jax.shapes import Array, Float, Int
-from atlas_jax.state import TargetState, free, init
+from atlas_jax.state import TargetState, free, init, map_pages
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
 FINISH_REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
@@ -72,7 +72,7 @@ def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Any]) 
     probe = state.probe and dataclasses.replace(state.probe, counts=at(state.probe.counts, 0))
     return dataclasses.replace(
         state,
-        target=free(state.target, slot),
+        target=map_pages(free(state.target, slot), slot, values["pages"]),
         sampler=set_slot(state.sampler, slot, **values["sampler"]),
         tokens=at(state.tokens, values["tokens"]),
         remaining=at(state.remaining, values["remaining"]),
@@ -108,12 +108,16 @@ def cut_slot(state: DecodeState, slot: Int[Array, ""], n: Int[Array, ""]) -> Dec
     )
 
 
-def request_values(config: ModelConfig, run: RunConfig, prompt: np.ndarray, params: SamplingParams) -> dict[str, Any]:
-    """What `open_slot` needs of a validated request, as arrays of fixed shapes."""
+def request_values(
+    config: ModelConfig, run: RunConfig, prompt: np.ndarray, params: SamplingParams, pages: list[int]
+) -> dict[str, Any]:
+    """What `open_slot` needs of a validated request and the pages it was given, as arrays of fixed shapes."""
     tokens = np.zeros(run.max_length + 1, np.int32)
     tokens[: prompt.size] = prompt
     stops = np.full(MAX_STOPS * 2, -1, np.int32)
     ids = [*dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else config.eos_token_ids)])]
     stops[: len(ids)] = ids
     sampler = slot_values(params, prompt, config.vocab_size)
-    return dict(sampler=sampler, tokens=tokens, remaining=np.int32(params.max_tokens), stop_ids=stops)
+    row = np.zeros(run.pages_per_slot, np.int32)
+    row[: len(pages)] = pages
+    return dict(sampler=sampler, tokens=tokens, remaining=np.int32(params.max_tokens), stop_ids=stops, pages=row)

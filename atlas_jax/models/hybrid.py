@@ -291,7 +291,8 @@ class HybridModel(nn.Module):
         state = dataclasses.replace(state, pages=pages)
         last = jnp.maximum(n_rows - 1, 0)
         x, p = jax.tree.map(lambda y: y[jnp.arange(B), last], entered)
-        return self._mtp_rows(x, p, pages, table, start + last, jnp.minimum(n_rows, 1)), state
+        first = state.drafter_start[slots]
+        return self._mtp_rows(x, p, pages, table, start + last, jnp.minimum(n_rows, 1), first), state
 
     def draft(
         self,
@@ -310,14 +311,15 @@ class HybridModel(nn.Module):
         table, layer = state.page_table[slots], self.config.num_full_layers
         x, p = self.mtp.enter(self.embed(tokens), hidden, position)
         pages = paged_attention.write(state.pages, layer, p.k[:, None], p.v[:, None], table, position, n_rows)
-        return self._mtp_rows(x, p, pages, table, position, n_rows), dataclasses.replace(state, pages=pages)
+        hidden = self._mtp_rows(x, p, pages, table, position, n_rows, state.drafter_start[slots])
+        return hidden, dataclasses.replace(state, pages=pages)
 
     def _mtp_rows(
-        self, x: Array, p: Any, pages: paged_attention.Pages, table: Array, position: Array, n_rows: Array
+        self, x: Array, p: Any, pages: paged_attention.Pages, table: Array, position: Array, n_rows: Array, first: Array
     ) -> Float[Array, "B D"]:
         """The drafter's normed hiddens of one entered row a sequence, whose keys and values are written."""
         layer = self.config.num_full_layers
-        out = paged_attention.attend(p.q[:, None], pages, layer, table, position, n_rows, first=1, row_group=1)
+        out = paged_attention.attend(p.q[:, None], pages, layer, table, position, n_rows, first=first, row_group=1)
         return self.mtp.leave(x, out[:, 0], p.gate, few_rows=True)
 
 

@@ -4,7 +4,7 @@ Committed length = base + pending: `h` and `conv` stand at `base`, `pending` row
 """
 
 from atlas_jax.state.snapshots import Snapshot, fork, restore, settle, snapshot
-from atlas_jax.state.target import TargetState, commit, commit_guard, free, init, verify_guard
+from atlas_jax.state.target import TargetState, commit, commit_guard, free, init, map_pages, verify_guard
 
 __all__ = [
     "Snapshot",
@@ -14,6 +14,7 @@ __all__ = [
     "fork",
     "free",
     "init",
+    "map_pages",
     "restore",
     "settle",
     "snapshot",

@@ -35,6 +35,7 @@ class TargetState:
     base: Int[Array, " S"]
     pending: Int[Array, " S"]
     hidden: Float[Array, "S D"]  # the target's hidden at the last committed position, as the drafter reads it
+    drafter_start: Int[Array, " S"]  # the first position whose row the drafter attends to; it has none at 0
     ok: Bool[Array, " S"]  # false once a slot's numbers cannot be trusted; its request ends with an error
 
     @property
@@ -48,8 +49,12 @@ class TargetState:
         return self.page_table.shape[1] * self.pages.page_size
 
 
-def init(config: ModelConfig, run: RunConfig) -> TargetState:
-    """An empty state of `run.slots` slots and the sentinel; every slot owns its pages."""
+def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetState:
+    """An empty state of `run.slots` slots and the sentinel, and a pool of pages: as many as the slots can fill, and `spare_pages`.
+
+    The page table gives each slot pages of its own. Whoever shares pages between slots, or keeps them over sequences, writes the
+    slot's row of the table (`map_pages`) before each sequence.
+    """
     S, M = run.slots + 1, run.max_rows
     Lg, dtype = config.num_linear_layers, jnp.dtype(run.dtype)
     Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
@@ -58,7 +63,7 @@ def init(config: ModelConfig, run: RunConfig) -> TargetState:
     table = np.zeros((S, per_slot), np.int32)
     table[1:] = 1 + np.arange(run.slots * per_slot, dtype=np.int32).reshape(run.slots, per_slot)
     layers = config.num_full_layers + config.mtp_num_hidden_layers
-    pages = (layers, 1 + run.slots * per_slot, config.num_key_value_heads)
+    pages = (layers, 1 + run.slots * per_slot + spare_pages, config.num_key_value_heads)
     zeros = jnp.zeros
     return TargetState(
         pages=Pages(
@@ -76,6 +81,7 @@ def init(config: ModelConfig, run: RunConfig) -> TargetState:
         base=zeros(S, jnp.int32),
         pending=zeros(S, jnp.int32),
         hidden=zeros((S, config.hidden_size), dtype),
+        drafter_start=jnp.ones(S, jnp.int32),
         ok=jnp.ones(S, bool),
     )
 
@@ -90,8 +96,14 @@ def free(state: TargetState, slot: Int[Array, ""]) -> TargetState:
         base=state.base.at[slot].set(0),
         pending=state.pending.at[slot].set(0),
         hidden=state.hidden.at[slot].set(0),
+        drafter_start=state.drafter_start.at[slot].set(1),
         ok=state.ok.at[slot].set(True),
     )
+
+
+def map_pages(state: TargetState, slot: Int[Array, ""], pages: Int[Array, " pages"]) -> TargetState:
+    """Gives a slot its row of the page table: the pages of its positions in order, 0 (the sentinel) where it needs none."""
+    return dataclasses.replace(state, page_table=state.page_table.at[slot].set(pages))
 
 
 def commit(

@@ -53,14 +53,15 @@ def attend(
     start: Int[Array, " B"],
     n_rows: Int[Array, " B"],
     *,
-    first: int = 0,
+    first: int | Int[Array, " B"] = 0,
     row_group: int,
     implementation: str | None = None,
 ) -> Float[Array, "B K H Dh"]:
     """Row t of sequence b attends to positions `first` … start[b] + t. Softmax in float32, scale Dh^-1/2, output in `q.dtype`.
 
-    `first = 1` masks position 0, where the drafter's layer has no row. Rows at and past `n_rows` are undefined but finite
-    where the cache is. `row_group` query rows share one product.
+    `first` hides the rows before it, one number for all sequences or one each: the drafter's layer has none at position 0.
+    What is hidden may hold anything, NaN included. Rows at and past `n_rows` are undefined but finite where the cache is.
+    `row_group` query rows share one product.
     """
     return choose("paged_attention.attend", ATTEND, implementation, {})(
         q, pages, layer, page_table, start, n_rows, first=first, row_group=row_group

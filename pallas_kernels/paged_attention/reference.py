@@ -35,13 +35,22 @@ def write(pages: Any, layer: int, k: Array, v: Array, page_table: Array, start: 
 
 
 def attend(
-    q: Array, pages: Any, layer: int, page_table: Array, start: Array, n_rows: Array, *, first: int, row_group: int
+    q: Array,
+    pages: Any,
+    layer: int,
+    page_table: Array,
+    start: Array,
+    n_rows: Array,
+    *,
+    first: int | Array,
+    row_group: int,
 ) -> Array:
     _, K, H, Dh = q.shape
     Hkv, page_size = pages.values.shape[2:4]
     group = H // Hkv
+    hides = not (isinstance(first, int) and first == 0)
 
-    def one(q: Array, table: Array, start: Array, n_rows: Array) -> Array:
+    def one(q: Array, table: Array, start: Array, n_rows: Array, first: Array) -> Array:
         full = start // page_size  # pages of committed rows only, which all rows see
         used = jnp.where(n_rows > 0, (start + n_rows + page_size - 1) // page_size, 0)
 
@@ -57,6 +66,8 @@ def attend(
                 score = jnp.einsum("hrd,hdt->hrt", q, key, precision=HIGHEST)
                 position = i * page_size + jnp.arange(page_size)[None, None, :]
                 seen = (position <= limit) & (position >= first)
+                if hides:  # 0 * NaN
+                    value = jnp.where((position[0] >= first)[..., None], value, 0.0)
                 if not settled:
                     # A dead or rejected row may hold anything. Those who see it shall notice, and 0 * NaN must not reach
                     # the others.
@@ -81,4 +92,4 @@ def attend(
         position = jnp.where(jnp.arange(K) < n_rows, start + jnp.arange(K), 0)
         return by_row_group(rows, row_group, n_rows, q, position)
 
-    return by_sequence(one, q, page_table, start, n_rows).astype(q.dtype)
+    return by_sequence(one, q, page_table, start, n_rows, jnp.broadcast_to(first, start.shape)).astype(q.dtype)
