@@ -159,7 +159,8 @@ class Loop:
     ) -> DecodeState:
         """Compiles what the batch needs, then prefills every prompt but for its last token, which the first round reads."""
         values = [
-            request_values(self.config, self.run, r.prompt, r.params, row) for r, row in zip(requests, pages, strict=True)
+            request_values(self.config, self.run, r.prompt, r.params, row)
+            for r, row in zip(requests, pages, strict=True)
         ]
         open_slot, start_slot = self.executables.open(state, values[0]), self.executables.start(state)
         self.executables.dispatch(drafter, drafts + 1, n_top, self.params, state, jnp.asarray(slots))
