@@ -13,15 +13,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atlas_jax.cache.stats import CacheStats, Reuse
     from atlas_jax.completion import Completion, Delta, Timings
     from atlas_jax.config import ModelConfig, Probes, RunConfig
     from atlas_jax.decode.drafters import DraftContext, Drafter, Proposal
     from atlas_jax.decode.request import SamplingParams
     from atlas_jax.metrics import Acceptance
     from atlas_jax.runtime import Runtime, load
+    from atlas_jax.session import Session
 
 _HOMES = {
     "Acceptance": "metrics",
+    "CacheStats": "cache.stats",
     "Completion": "completion",
     "Delta": "completion",
     "DraftContext": "decode.drafters",
@@ -29,15 +32,18 @@ _HOMES = {
     "ModelConfig": "config",
     "Probes": "config",
     "Proposal": "decode.drafters",
+    "Reuse": "cache.stats",
     "RunConfig": "config",
     "Runtime": "runtime",
     "SamplingParams": "decode.request",
+    "Session": "session",
     "Timings": "completion",
     "load": "runtime",
 }
 
 __all__ = [
     "Acceptance",
+    "CacheStats",
     "Completion",
     "Delta",
     "DraftContext",
@@ -45,9 +51,11 @@ __all__ = [
     "ModelConfig",
     "Probes",
     "Proposal",
+    "Reuse",
     "RunConfig",
     "Runtime",
     "SamplingParams",
+    "Session",
     "Timings",
     "load",
 ]

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from atlas_jax.config import DRAFTER_CONTEXTS
 from atlas_jax.errors import AtlasError, RequestError
 from atlas_jax.replay import command as replay_command
 from atlas_jax.terminal import Progress, ask, exit_on_interrupt, note, say
@@ -61,6 +62,11 @@ def parser() -> Parser:
 
     chat = commands.add_parser("chat", help="talk to a model", description="Talk to a model; end with Ctrl-D.")
     _model_options(chat)
+    chat.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        help="go on from the turn before instead of reading the conversation anew (default: yes)",
+    )
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     _answer_options(chat, max_tokens=512)
     chat.set_defaults(run=run_chat)
@@ -95,6 +101,16 @@ def _model_options(command: Parser) -> None:
     command.add_argument("--max-length", type=int, metavar="N", help="tokens of prompt and answer together, at most")
     command.add_argument("--drafter", metavar="NAME", help="none, mtp, … (default: mtp where the model has it)")
     command.add_argument("--drafts", type=int, metavar="D", help="tokens drafted ahead (default: 3)")
+    command.add_argument(
+        "--drafter-context",
+        choices=DRAFTER_CONTEXTS,
+        help="what of the prompt the model's own drafter sees; all but full are for comparison (default: full)",
+    )
+    command.add_argument(
+        "--refeed",
+        action=argparse.BooleanOptionalAction,
+        help="rewrite the drafter's rows of accepted drafts with the target's hiddens (default: yes)",
+    )
 
 
 def _answer_options(command: Parser, max_tokens: int) -> None:
@@ -144,22 +160,19 @@ def run_chat(args: argparse.Namespace) -> int:
     options = answer_options(args)
     check(options)
     start = [] if args.system is None else [dict(role="system", content=encodable("--system", args.system))]
-    messages: list[dict[str, Any]] = list(start)
     with Progress() as progress:
         runtime = load(args, progress)
         if runtime.tokenizer is None:
             raise RequestError("chat needs a tokenizer, which this model lacks; use generate --prompt-ids")
         progress.clear()
         note("Ctrl-D ends the conversation, /new starts another.")
+        session = runtime.session(start, **options)
         while (line := ask()) is not None:
             if line == "/new":
-                messages = list(start)
-            elif line:
-                messages.append(dict(role="user", content=encodable("the message", line)))
-                completion = show(runtime.stream(messages, **options), progress)
-                if status := finish(completion):
-                    return status
-                messages.append(dict(role="assistant", content=completion.text))
+                session.close()
+                session = runtime.session(start, **options)
+            elif line and (status := finish(show(session.stream(encodable("the message", line)), progress))):
+                return status
     return 0
 
 
@@ -185,8 +198,14 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     """The `Runtime` that the arguments name."""
     import atlas_jax
 
-    sizes = {} if args.drafts is None or args.drafts <= 7 else dict(max_drafts=args.drafts)
-    return atlas_jax.load(args.model, dtype=args.dtype, max_length=args.max_length, progress=progress, **sizes)
+    given = {} if args.drafts is None or args.drafts <= 7 else dict(max_drafts=args.drafts)
+    for name in ("drafter_context", "refeed", "prefix_cache"):
+        if (value := getattr(args, name, None)) is not None:
+            given[name] = value
+    runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=args.max_length, progress=progress, **given)
+    progress.clear()
+    note(f"[{runtime.in_force}]")
+    return runtime
 
 
 def answer_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -223,7 +242,10 @@ def show(deltas: Iterable[Any], progress: Progress, has_text: bool = True) -> An
         completion = delta.completion or completion
     say("\n")
     assert completion is not None, "the stream ended without a completion"
-    note(f"[{completion.timings.tokens_per_s:.1f} tokens/s; {completion.acceptance.summary()}]")
+    found = (
+        f"{completion.restored} of {completion.prompt_tokens} prompt tokens restored; " if completion.restored else ""
+    )
+    note(f"[{completion.timings.tokens_per_s:.1f} tokens/s; {found}{completion.acceptance.summary()}]")
     return completion
 
 

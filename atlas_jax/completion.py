@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
+from atlas_jax.cache.stats import Reuse
 from atlas_jax.decode.loop import Step
 from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.request import SamplingParams
@@ -36,14 +37,35 @@ class Completion:
     finish_reason: str
     acceptance: Acceptance
     timings: Timings
-    prompt_tokens: int
+    reuse: Reuse
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     fingerprints: Fingerprints | None = None  # with that probe on
 
+    @property
+    def prompt_tokens(self) -> int:
+        return self.reuse.prompt
+
+    @property
+    def matched(self) -> int:
+        """Prompt tokens that the prefix cache held the keys and values of."""
+        return self.reuse.matched
+
+    @property
+    def restored(self) -> int:
+        """Prompt tokens that were not computed: those before the snapshot that was restored."""
+        return self.reuse.restored
+
+    @property
+    def replayed(self) -> int:
+        """Prompt tokens that were computed."""
+        return self.reuse.replayed
+
     def to_dict(self) -> dict[str, Any]:
         out = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        out["acceptance"], out["timings"] = self.acceptance.to_dict(), self.timings.to_dict()
+        for name in ("acceptance", "timings", "reuse"):
+            out[name] = out[name].to_dict()
+        out["prompt_tokens"] = self.prompt_tokens
         out["fingerprints"] = self.fingerprints and self.fingerprints._asdict()
         return {k: v for k, v in out.items() if v is not None}
 

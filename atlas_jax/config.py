@@ -12,6 +12,7 @@ from typing import Literal
 from atlas_jax.errors import ConfigError
 
 LINEAR, FULL = "linear_attention", "full_attention"
+DRAFTER_CONTEXTS = ("full", "prefill_only", "blind")
 MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
@@ -173,6 +174,19 @@ class RunConfig:
         page_size: tokens of a KV page, and of one step of the attention's reduction.
         prefill_chunk: tokens of a prefill chunk; chunks end at multiples of it.
         rounds_per_dispatch: draft-verify-accept-commit rounds that one dispatch runs.
+        prefix_cache: keeps what prefill wrote, so that a prompt which begins like an earlier one goes on from there.
+        page_cache_bytes: KV pages kept on the device beyond those that live sequences need; None for three longest sequences a
+            slot, up to 1 GiB.
+        snapshot_interval: tokens from one snapshot of the recurrent state to the next, a multiple of the page size: chunks end
+            there too. None for two chunks.
+        snapshot_bytes: snapshots kept on the device; None for up to 1 GiB, where the pages have use for so many.
+        host_snapshot_bytes: snapshots kept on the host when the device has no more room.
+        drafter_context: which rows of the prompt the drafter sees. "full": all of them, from whichever turn. For comparison, and
+            without effect on the output: "prefill_only": those that this request's own prefill computed, as if nothing were
+            carried over from earlier turns; "blind": none, only what is generated (the first row is that of the prompt's last
+            token, which the first draft is made from).
+        refeed: the drafter's rows of accepted drafts are written again with the target's hiddens. False leaves them as speculation
+            wrote them, from the drafter's own hiddens, for comparison.
         layout: "layers" keeps one array a layer and weight, "stacked" one array for all layers. XLA's CPU backend copies a
             layer out of a stack at every use, its GPU backend reads it in place.
         probes: research switches.
@@ -186,6 +200,13 @@ class RunConfig:
     page_size: int = 256
     prefill_chunk: int = 256
     rounds_per_dispatch: int = 8
+    prefix_cache: bool = True
+    page_cache_bytes: int | None = None
+    snapshot_interval: int | None = None
+    snapshot_bytes: int | None = None
+    host_snapshot_bytes: int = 0
+    drafter_context: Literal["full", "prefill_only", "blind"] = "full"
+    refeed: bool = True
     layout: Literal["layers", "stacked"] = "layers"
     probes: Probes = Probes()
 
@@ -198,6 +219,29 @@ class RunConfig:
         if self.row_group != 1 and (self.row_group < 4 or self.row_group & (self.row_group - 1)):
             # in others, a row's place in its group changes its bits: a product of 12 rows is one of 8 and four of one
             raise ConfigError(f"row_group must be 1 or a power of two from 4 on, got {self.row_group}")
+        for name in ("prefix_cache", "refeed"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("page_cache_bytes", "snapshot_bytes", "host_snapshot_bytes"):
+            if getattr(self, name) is not None:
+                _at_least(0, name, getattr(self, name))
+        if self.snapshot_interval is not None:
+            _at_least(1, "snapshot_interval", self.snapshot_interval)
+            if self.snapshot_interval % self.page_size:
+                raise ConfigError(
+                    f"snapshot_interval must be a multiple of the page size {self.page_size}, got {self.snapshot_interval}"
+                )
+        kept = [n for n in ("page_cache_bytes", "snapshot_interval", "snapshot_bytes") if getattr(self, n) is not None]
+        kept += ["host_snapshot_bytes"] if self.host_snapshot_bytes else []
+        if kept and not self.prefix_cache:
+            raise ConfigError(f"{kept[0]} is given, but prefix_cache=False keeps nothing; leave one of them out")
+        if self.host_snapshot_bytes and self.snapshot_bytes == 0:
+            raise ConfigError("host_snapshot_bytes needs snapshot_bytes: a snapshot is used from the device")
+        if self.drafter_context not in DRAFTER_CONTEXTS:
+            raise ConfigError(
+                f"drafter_context must be {', '.join(DRAFTER_CONTEXTS[:-1])} or {DRAFTER_CONTEXTS[-1]}, "
+                f"got {self.drafter_context!r}"
+            )
         if self.layout not in ("layers", "stacked"):
             raise ConfigError(f"layout must be layers or stacked, got {self.layout!r}")
         if not isinstance(self.probes, Probes):

@@ -95,7 +95,8 @@ def run(progress: Progress) -> int:
     """Runs the demo; 0 if speculation changed no token."""
     import atlas_jax
 
-    runtime = atlas_jax.load(MODEL, max_drafts=DRAFTS, progress=progress)
+    # both ways shall read the prompt anew
+    runtime = atlas_jax.load(MODEL, max_drafts=DRAFTS, prefix_cache=False, progress=progress)
     tools = [tool for tool in json.loads(TOOLS.read_text()) if tool["function"]["name"] in USED]
     options: dict[str, Any] = dict(tools=tools, max_tokens=MAX_TOKENS)
     fast, plain = [], []

@@ -14,6 +14,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from atlas_jax.cache.prefix import Lease
+from atlas_jax.cache.stats import CacheStats, Reuse
 from atlas_jax.completion import Answer, Completion, Delta, Timings
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.drafters import DRAFTERS, Drafter, MtpChain, NoDrafter, drafter_named
@@ -23,6 +25,7 @@ from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.stops import StopMatcher
 from atlas_jax.errors import ConfigError, RequestError
 from atlas_jax.metrics import Acceptance, AcceptanceLog
+from atlas_jax.session import Session
 from atlas_jax.settings import enable_compilation_cache
 from atlas_jax.text.chat import render_chat
 from atlas_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -109,6 +112,9 @@ class Runtime:
             )
         if run.probes and not config.has_mtp:
             raise ConfigError(f"{run.probes} look at an MTP drafter, and this model has none: it lacks mtp.* tensors")
+        if not config.has_mtp and (run.drafter_context != "full" or not run.refeed):
+            setting = f"drafter_context {run.drafter_context!r}" if run.refeed else "refeed=False"
+            raise ConfigError(f"{setting} is about the model's own drafter, and this model has no mtp.* tensors")
         self.config, self.run, self.params, self.tokenizer = config, run, params, tokenizer
         self.loop = Loop(config, run, params, progress)
         self.acceptance = AcceptanceLog()
@@ -119,6 +125,27 @@ class Runtime:
     def default_drafter(self) -> str:
         return "mtp" if self.config.has_mtp else "none"
 
+    @property
+    def in_force(self) -> str:
+        """One line on what carries over between turns."""
+        sizes, run = self.loop.cache.budget, self.run
+        drafter = f"drafter context {run.drafter_context}, accepted rows {'refed' if run.refeed else 'left as drafted'}"
+        cache = "prefix cache off"
+        if run.prefix_cache:
+            tokens = self.loop.cache.pages.total * run.page_size
+            cache = f"prefix cache of {tokens} tokens, {sizes.snapshots} snapshots, one in {sizes.interval} tokens"
+            cache += f", {sizes.host_snapshots} on the host" if sizes.host_snapshots else ""
+        return f"{cache}; {drafter}" if self.config.has_mtp else cache
+
+    def cache_stats(self) -> CacheStats:
+        """What the prefix cache holds and has saved so far."""
+        return self.loop.cache.stats()
+
+    def session(self, history: Sequence[int] | Sequence[Message] = (), **options: Any) -> Session:
+        """A conversation that keeps its history: chat messages (also where none are given, if the model has a tokenizer) or token
+        ids. `options` are those of `generate`, for all turns."""
+        return Session(self, history, options)
+
     def encode(
         self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
     ) -> np.ndarray:
@@ -127,18 +154,31 @@ class Runtime:
         Raises:
             RequestError: the prompt is empty, too long, holds unknown ids, or needs a tokenizer that the model lacks.
         """
+        return self._encode(prompt, tools=tools, **template)[0]
+
+    def _encode(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any) -> Any:
+        """Token ids, and how many of them come before the part that asks a chat's model for an answer: those come again in the next
+        turn."""
+        asking = 0
         if isinstance(prompt, (np.ndarray, jax.Array)):
             prompt = np.asarray(prompt).tolist()
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
             raise RequestError(f"a prompt is {PROMPTS}, got {reprlib.repr(prompt)}")
-        chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        chat = is_chat(prompt)
         if not chat and (tools is not None or template):
             raise RequestError("tools and enable_thinking belong to a chat; give the prompt as a list of messages")
         if isinstance(prompt, str) or chat:
             if self.tokenizer is None:
                 raise RequestError("this model has no tokenizer.json; give the prompt as token ids")
-            messages: Any = prompt
-            text = prompt if isinstance(prompt, str) else render_chat(self.tokenizer, messages, tools=tools, **template)
+            text: Any = prompt
+            if chat:
+                messages: Any = prompt
+                text = render_chat(self.tokenizer, messages, tools=tools, **template)
+                before = render_chat(
+                    self.tokenizer, messages, tools=tools, **template | dict(add_generation_prompt=False)
+                )
+                if text.startswith(before) and len(text) > len(before):
+                    asking = len(self.tokenizer.encode(text[len(before) :]))
             ids: Sequence[Any] = self.tokenizer.encode(text)
         else:
             ids = prompt  # pyright: ignore[reportAssignmentType]
@@ -148,7 +188,7 @@ class Runtime:
             raise RequestError(f"a prompt is {PROMPTS}, got {reprlib.repr(prompt)}")
         if min(ids) < 0 or max(ids) >= self.config.vocab_size:
             raise RequestError(f"token ids must lie in 0 … {self.config.vocab_size - 1}, got {min(ids)} … {max(ids)}")
-        return np.asarray(ids, np.int32)
+        return np.asarray(ids, np.int32), len(ids) - asking
 
     def generate(self, prompt: Prompt | Sequence[Prompt], **options: Any) -> Any:
         """Completes one prompt, or several together (a list of prompts gives a list of completions).
@@ -176,6 +216,10 @@ class Runtime:
         if is_batch(prompt):
             raise RequestError("stream takes one prompt; use generate for several")
         return (delta for _, delta in self._stream([prompt], options))
+
+    def turn(self, prompt: Prompt, options: Mapping[str, Any], lease: Lease) -> Generator[Delta, None, None]:
+        """`stream` for a `Session`, whose claim on the cache is `lease`."""
+        return (delta for _, delta in self._stream([prompt], options, lease))
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of the next token at every position."""
@@ -206,7 +250,7 @@ class Runtime:
             )
         return ids
 
-    def _request(self, prompt: Prompt, options: Mapping[str, Any]) -> Request:
+    def _request(self, prompt: Prompt, options: Mapping[str, Any], lease: Lease | None) -> Request:
         template = {k: options[k] for k in ("tools", "enable_thinking") if options.get(k) is not None}
         fields = {f.name for f in dataclasses.fields(SamplingParams)}
         values = {k: v for k, v in options.items() if k in fields and v is not None}
@@ -221,10 +265,13 @@ class Runtime:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
         script = options.get("script")
+        ids, history = self._encode(prompt, **template)
         return Request(
-            self._fit(self.encode(prompt, **template), params.max_tokens),
+            self._fit(ids, params.max_tokens),
             params,
             None if script is None else self.encode(script),
+            history=history,
+            lease=lease,
         )
 
     def drafting(self, options: Mapping[str, Any]) -> tuple[Drafter, int]:
@@ -232,6 +279,8 @@ class Runtime:
         drafter: Any = options.get("drafter")
         drafter = self.default_drafter if drafter is None else drafter
         drafter = drafter_named(drafter) if isinstance(drafter, str) else drafter
+        if isinstance(drafter, MtpChain):
+            drafter = dataclasses.replace(drafter, refeed=self.run.refeed)
         if isinstance(drafter, MtpChain) and not self.config.has_mtp:
             raise RequestError(
                 "drafter 'mtp' needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'none'"
@@ -260,7 +309,9 @@ class Runtime:
             )
         return cast(Drafter, drafter), 0 if isinstance(drafter, NoDrafter) else int(drafts)
 
-    def _stream(self, prompts: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[int, Delta]]:
+    def _stream(
+        self, prompts: Sequence[Any], options: Mapping[str, Any], lease: Lease | None = None
+    ) -> Iterator[tuple[int, Delta]]:
         known = {f.name for f in dataclasses.fields(SamplingParams)} | {
             "drafter",
             "drafts",
@@ -270,7 +321,7 @@ class Runtime:
         }
         if unknown := sorted(set(options) - known):
             raise RequestError(f"unknown option {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-        requests = [self._request(p, options) for p in prompts]
+        requests = [self._request(p, options, lease) for p in prompts]
         drafter, drafts = self.drafting(options)
         return self._decode(requests, drafter, drafts)
 
@@ -282,8 +333,9 @@ class Runtime:
             began, compiled_before = time.perf_counter(), executables.compile_s
             cut = lambda i, token_ids: answers[i].cut(token_ids)  # noqa: E731
             running = set(range(len(requests)))
+            steps = self.loop.decode(requests, drafter, drafts, max(logged) if logged else None, cut)
             try:
-                for step in self.loop.decode(requests, drafter, drafts, max(logged) if logged else None, cut):
+                for step in steps:
                     answer = answers[step.index]
                     text = answer.add(step)
                     completion = None
@@ -291,13 +343,15 @@ class Runtime:
                         compile_s = executables.compile_s - compiled_before
                         acceptance = self._count(step.index)
                         running.remove(step.index)
+                        reuse = self.loop.reuse[step.index]
                         completion = self._complete(
-                            requests[step.index], answer, began + compile_s, compile_s, acceptance
+                            requests[step.index], answer, began + compile_s, compile_s, acceptance, reuse
                         )
                         completion = dataclasses.replace(completion, fingerprints=self.loop.fingerprints(step.index))
                     yield step.index, Delta(step.token_ids, text, step.finish_reason, completion)
                     self._reader = threading.get_ident()  # another thread may be reading on
             finally:
+                steps.close()
                 if self.loop.live:
                     for i in running:
                         self._count(i)
@@ -305,11 +359,17 @@ class Runtime:
     def _count(self, index: int) -> Acceptance:
         """A request's acceptance so far, which is added to the log."""
         acceptance = self.loop.acceptance(index)
-        self.acceptance.add(acceptance, warm=False)
+        self.acceptance.add(acceptance, warm=self.loop.reuse[index].restored > 0)
         return acceptance
 
     def _complete(
-        self, request: Request, answer: Answer, began: float, compile_s: float, acceptance: Acceptance
+        self,
+        request: Request,
+        answer: Answer,
+        began: float,
+        compile_s: float,
+        acceptance: Acceptance,
+        reuse: Reuse,
     ) -> Completion:
         count, elapsed = len(answer.token_ids), answer.last_at - began
         timings = Timings(
@@ -329,10 +389,15 @@ class Runtime:
             finish_reason=answer.finish_reason or "error",
             acceptance=acceptance,
             timings=timings,
-            prompt_tokens=request.prompt.size,
+            reuse=reuse,
             logprobs=answer.logprobs if logged else None,
             top_logprobs=answer.top_logprobs if logged and request.params.top_logprobs else None,
         )
+
+
+def is_chat(prompt: Sequence[Any]) -> bool:
+    """Whether `prompt` is a list of chat messages."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def is_batch(prompt: Any) -> bool:

@@ -31,7 +31,7 @@ MODEL = "tiny-agent"
 DRAFTS = range(9)
 START = f"""
 import atlas_jax, json
-r = atlas_jax.load({MODEL!r})
+r = atlas_jax.load({MODEL!r}, prefix_cache=False)
 out = [r.generate(list(range(5, 300)), max_tokens=4, drafter=d).timings.compile_s for d in ("none", "mtp")]
 print(json.dumps(sum(out)))
 """
@@ -107,8 +107,8 @@ def main() -> None:
         cold, warm = compile_times()
         console.print(f"compiling plain and speculative decoding: {cold:.1f} s cold, {warm:.1f} s with a filled cache")
 
-    runtime = atlas_jax.load(MODEL, max_length=4352, max_drafts=8)
-    single = atlas_jax.load(MODEL, max_length=4352, max_drafts=0, row_group=1)
+    runtime = atlas_jax.load(MODEL, max_length=4352, max_drafts=8, prefix_cache=False)
+    single = atlas_jax.load(MODEL, max_length=4352, max_drafts=0, row_group=1, prefix_cache=False)
 
     table = Table(title="Time to first token")
     for name in ("prompt tokens", "ms", "ms a prompt token"):

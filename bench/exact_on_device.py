@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="*", default=[1, 2, 3, 4, 5, 7, 8, 16])
     args = parser.parse_args()
     print(f"{args.model} {args.dtype} on {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=1024, slots=4, max_drafts=16)
+    runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=1024, slots=4, max_drafts=16, prefix_cache=False)
     options: dict[str, Any] = dict(max_tokens=args.tokens, ignore_eos=True, logprobs=True, top_logprobs=3)
     plain = [runtime.generate(p, drafter="none", **options) for p in PROMPTS]
     print(f"plain: {plain[-1].timings.tpot_ms:.2f} ms a token", flush=True)

@@ -20,6 +20,8 @@ class FakeRuntime:
     """Answers every prompt with the same words; remembers what it was asked."""
 
     tokenizer: Any = object()
+    in_force = "prefix cache off"
+    loop = SimpleNamespace(cache=SimpleNamespace(end=lambda lease: None))
     finish_reason = "stop"
     words = ("Hello", ", ", "wörld", "!\x1b[31m")
 
@@ -49,6 +51,7 @@ class FakeRuntime:
             **self_dict,
             acceptance=acceptance,
             timings=timings,
+            restored=0,
             to_dict=lambda: self_dict | dict(acceptance=acceptance.to_dict(), timings=vars(timings)),
         )
 
@@ -58,6 +61,15 @@ class FakeRuntime:
             Nap(self.pause_s)
             yield SimpleNamespace(text=word, token_ids=[i], completion=None)
         yield SimpleNamespace(text="", token_ids=[], completion=self.completion())
+
+    def session(self, history: Any = (), **options: Any) -> Any:
+        from atlas_jax.session import Session
+
+        real: Any = self
+        return Session(real, history, options)
+
+    def turn(self, prompt: Any, options: dict[str, Any], lease: Any):
+        return self.stream(prompt, **options)
 
     def generate(self, prompt: Any, **options: Any) -> Any:
         self.asked.append((prompt, options))

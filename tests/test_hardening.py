@@ -105,6 +105,11 @@ def test_the_smallest_top_p_keeps_one_token():
         dict(page_size=True),
         dict(max_drafts=None),
         dict(layout="rows"),
+        dict(drafter_context="carry"),
+        dict(refeed="no"),
+        dict(prefix_cache=1),
+        dict(snapshot_bytes=1.5),
+        dict(snapshot_interval=100),
     ],
 )
 def test_run_configurations_of_other_types(field):

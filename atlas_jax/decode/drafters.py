@@ -77,8 +77,12 @@ class NoDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class MtpChain:
-    """Chained steps of the model's MTP head: the first from the target's hidden, the others from the head's own."""
+    """Chained steps of the model's MTP head: the first from the target's hidden, the others from the head's own.
 
+    `refeed` is `RunConfig.refeed`: whether rows of accepted drafts are written again with the target's hiddens.
+    """
+
+    refeed: bool = True
     name: ClassVar[str] = "mtp"
 
     def init(self, config: ModelConfig, run: RunConfig) -> Any:
@@ -97,6 +101,12 @@ class MtpChain:
 
         tokens, _, target = jax.lax.fori_loop(1, drafts, extend, (tokens, context.hidden, target))
         return Proposal(tokens, jnp.full(tokens.shape[0], drafts, jnp.int32), target, state)
+
+
+def rows_left(drafter: Drafter, drafts: int) -> int:
+    """How many rows of a round's accepted drafts, the first ones, stay as drafting wrote them. Of d drafts d - 1 have rows: the
+    last is nobody's input."""
+    return max(drafts - 1, 0) if isinstance(drafter, MtpChain) and not drafter.refeed else 0
 
 
 @dataclasses.dataclass(frozen=True)

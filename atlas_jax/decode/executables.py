@@ -66,17 +66,23 @@ class Executables:
         """(params, state, slot, tokens [size], n) -> state."""
 
         def prefill(params, state: DecodeState, slot, tokens, n):
-            target, probe = probes.prefill(self.model, params, state.probe, state.target, slot, tokens, n)
+            args = (self.model, params, state.probe, state.target, slot, tokens, n)
+            target, probe = probes.prefill(*args, feed_drafter=self._feeds_drafter)
             return dataclasses.replace(state, target=target, probe=probe)
 
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
         return self.get(("prefill", f"tokens={size}", _structure(state)), prefill, args, (1,))
 
+    @property
+    def _feeds_drafter(self) -> bool:
+        return self.run.drafter_context != "blind"
+
     def logits(self, size: int, params: Any, state: DecodeState) -> Any:
         """(params, state, slot, tokens [size], n) -> (float32 logits [size, V], state)."""
 
         def logits(params, state: DecodeState, slot, tokens, n):
-            hidden, _, target = call(self.model, params, state.target, slot, tokens, n, method="prefill")
+            args = (self.model, params, state.target, slot, tokens, n)
+            hidden, _, target = call(*args, method="prefill", feed_drafter=self._feeds_drafter)
             return call(self.model, params, hidden, method="logits"), dataclasses.replace(state, target=target)
 
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)

@@ -5,20 +5,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlas_jax.cache.pages import PagePool
+from atlas_jax.cache.prefix import Lease, PrefixCache, Sequence
+from atlas_jax.cache.stats import Reuse
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.drafters import Drafter, ScriptedDrafter
 from atlas_jax.decode.executables import Executables, Progress
 from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.request import SamplingParams
-from atlas_jax.decode.state import FINISH_REASONS, RUNNING, DecodeState, init_decode, request_values
+from atlas_jax.decode.state import ERROR, FINISH_REASONS, RUNNING, DecodeState, init_decode, request_values
 from atlas_jax.metrics import Acceptance
 from atlas_jax.models import HybridModel
 
@@ -27,11 +28,19 @@ PREFILL_SIZES = (16, 64)  # executables for the last, partial chunk of a prompt,
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sequence to decode. `script` is the known answer that a ScriptedDrafter drafts from."""
+    """One sequence to decode.
+
+    Attributes:
+        script: the known answer that a ScriptedDrafter drafts from.
+        history: how many of the prompt's tokens the next turn's prompt will begin with; None for all of them.
+        lease: of the conversation that the request belongs to.
+    """
 
     prompt: np.ndarray
     params: SamplingParams
     script: np.ndarray | None = None
+    history: int | None = None
+    lease: Lease | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +63,8 @@ class Loop:
         self.executables = Executables(model, run, progress)
         self.model = model
         self._state: DecodeState | None = None
-        self.pages = PagePool(run.slots * run.pages_per_slot)
+        self.cache = PrefixCache(config, run, self.executables)
+        self.reuse: list[Reuse] = []  # of the last batch's requests
         self.dispatches = 0
         self.read_s = 0.0  # spent on turning what dispatches emitted into steps
 
@@ -65,7 +75,7 @@ class Loop:
         drafts: int,
         n_top: int | None,
         cut: Callable[[int, list[int]], int | None],
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """Decodes up to `run.slots` requests together, yielding tokens as they arrive.
 
         `cut(index, token_ids)` sees each round's tokens of a request with stop strings before they are yielded and returns
@@ -74,21 +84,25 @@ class Loop:
         slots = np.zeros(1 << (len(requests) - 1).bit_length(), np.int32)
         slots[: len(requests)] = 1 + np.arange(len(requests))
         state = self._take_state(drafter)
-        pages = [self.pages.allocate(self._pages_needed(r.prompt.size + r.params.max_tokens)) for r in requests]
+        sequences: list[Sequence] = []
+        failed: set[int] = set()
         try:
-            state = self._open(state, requests, pages, drafter, drafts, n_top, slots)
+            state = self._open(state, requests, sequences, drafter, drafts, n_top, slots)
             for latest, steps in self._rounds(state, requests, drafter, drafts, n_top, slots, cut):
                 self._state = latest
+                failed |= {step.index for step in steps if step.finish_reason == FINISH_REASONS[ERROR]}
                 yield from steps
         except BaseException as error:
-            # A step that failed half-way has consumed its donated state: the next batch starts from a new one. A closed
-            # generator has not.
+            # A step that failed half-way has consumed its donated state. A closed generator has not.
             if not isinstance(error, GeneratorExit):
-                self._state = None
+                self._state = state if _is_whole(state) else None
             raise
         finally:
-            for row in pages:
-                self.pages.release(row)
+            for i, sequence in enumerate(sequences):
+                here = (self._state.target, i + 1) if self._state and i in failed else None
+                self.cache.close(sequence, failed_in=here)
+            if not self._state:
+                self.cache.reset()
 
     @property
     def live(self) -> bool:
@@ -111,78 +125,88 @@ class Loop:
     def logits(self, prompt: np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of every position of a prompt, by prefill."""
         state = self._take_state(None)
-        pages = self.pages.allocate(self._pages_needed(prompt.size))
-        self.pages.release(pages)  # nobody else runs before these are done with
-        values = request_values(self.config, self.run, prompt, SamplingParams(), pages)
-        state = self.executables.open(state, values)(state, jnp.int32(1), values)
+        sequence = self.cache.scratch(prompt)
         parts = []
-        for tokens, n in self._chunks(prompt):
-            out, state = self.executables.logits(tokens.size, self.params, state)(
-                self.params, state, jnp.int32(1), tokens, jnp.int32(n)
-            )
-            parts.append(np.asarray(out)[:n])
-        self._state = state
+        try:
+            values = request_values(self.config, self.run, prompt, SamplingParams(), sequence.pages)
+            state = self.executables.open(state, values)(state, np.int32(1), values)
+            for start, end in self.cache.chunks(sequence):
+                tokens, n = self._padded(prompt[start:end]), np.int32(end - start)
+                run = self.executables.logits(tokens.size, self.params, state)
+                out, state = run(self.params, state, np.int32(1), tokens, n)
+                parts.append(np.asarray(out)[:n])
+            self._state = state
+        finally:
+            self.cache.close(sequence)
+            if not self._state:
+                self.cache.reset()
         return np.concatenate(parts)
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def _take_state(self, drafter: Drafter | None) -> DecodeState:
-        state, self._state = self._state, None
-        if state is None:
-            state = init_decode(self.config, self.run)
         # Copies, as the state is donated: a drafter may return the same arrays each time.
         extra = jax.tree.map(jnp.array, drafter.init(self.config, self.run)) if drafter else ()
+        state, self._state = self._state, None
+        if state is None:
+            state = init_decode(self.config, self.run, self.cache.budget.spare_pages)
         return dataclasses.replace(state, drafter=extra)
 
-    def _pages_needed(self, tokens: int) -> int:
-        """Pages of a sequence that may grow to `tokens`; drafter rows may lie as far as the longest draft beyond."""
-        return -(-min(tokens + self.run.max_drafts, self.run.max_length) // self.run.page_size)
-
-    def _chunks(self, prompt: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-        """The prompt on the grid of absolute positions: whole chunks, then a part in the smallest size that holds it."""
+    def _padded(self, tokens: np.ndarray) -> np.ndarray:
+        """A chunk in the smallest size that there is an executable of."""
         whole = self.run.prefill_chunk
-        sizes = sorted({*(s for s in PREFILL_SIZES if s < whole), whole})
-        for start in range(0, prompt.size, whole):
-            part = prompt[start : start + whole]
-            size = next(s for s in sizes if s >= part.size)
-            yield np.pad(part, (0, size - part.size)).astype(np.int32), part.size
+        sizes = {*PREFILL_SIZES, self.cache.budget.interval, whole}
+        size = min(s for s in sizes if tokens.size <= s <= whole)
+        return np.pad(tokens, (0, size - tokens.size)).astype(np.int32)
 
     def _open(
         self,
         state: DecodeState,
         requests: list[Request],
-        pages: list[list[int]],
+        sequences: list[Sequence],
         drafter: Drafter,
         drafts: int,
         n_top: int | None,
         slots: np.ndarray,
     ) -> DecodeState:
-        """Compiles what the batch needs, then prefills every prompt but for its last token, which the first round reads."""
-        values = [
-            request_values(self.config, self.run, r.prompt, r.params, row)
-            for r, row in zip(requests, pages, strict=True)
-        ]
-        open_slot, start_slot = self.executables.open(state, values[0]), self.executables.start(state)
+        """Compiles what the batch needs, then admits and prefills every prompt but for its last token, which the first round reads.
+
+        `sequences` takes those admitted.
+        """
         self.executables.dispatch(drafter, drafts + 1, n_top, self.params, state, jnp.asarray(slots))
-        chunks = [list(self._chunks(r.prompt[:-1])) for r in requests]
-        for size in sorted({tokens.size for parts in chunks for tokens, _ in parts}):
-            self.executables.prefill(size, self.params, state)
         if any(r.params.stop for r in requests):
             self.executables.cut(state)
+        self.reuse = []
         for i, request in enumerate(requests):
-            slot = jnp.int32(i + 1)
-            state = open_slot(state, slot, values[i])
-            for tokens, n in chunks[i]:
-                state = self.executables.prefill(tokens.size, self.params, state)(
-                    self.params, state, slot, tokens, jnp.int32(n)
-                )
-            state = start_slot(state, slot)
+            slot = np.int32(i + 1)
+            prompt, most = request.prompt, request.prompt.size + request.params.max_tokens
+            history = prompt.size if request.history is None else request.history
+            sequence = self.cache.admit(prompt, history, most, request.lease)
+            sequences.append(sequence)
+            self.reuse.append(sequence.reuse)
+            restored = sequence.reuse.restored
+            values = request_values(self.config, self.run, prompt, request.params, sequence.pages, restored)
+            state = self.executables.open(state, values)(state, slot, values)
+            state = self._prefill(state, sequence, i + 1)
+            state = self.executables.start(state)(state, slot)
             if isinstance(drafter, ScriptedDrafter) and request.script is not None:
                 script = np.zeros(self.run.max_length + 1, np.int32)
                 full = np.concatenate([request.prompt, request.script])[: script.size]
                 script[: full.size] = full
                 acceptance, scripts = state.drafter
                 state = dataclasses.replace(state, drafter=(acceptance, scripts.at[i + 1].set(script)))
+        return state
+
+    def _prefill(self, state: DecodeState, sequence: Sequence, slot: int) -> DecodeState:
+        """Restores what was found of an admitted sequence and computes the rest of its prompt."""
+        if sequence.base:
+            target = self.cache.snapshots.load(state.target, slot, sequence.base)
+            state = dataclasses.replace(state, target=target)
+        for start, end in self.cache.chunks(sequence):
+            tokens, n = self._padded(sequence.tokens[start:end]), np.int32(end - start)
+            run = self.executables.prefill(tokens.size, self.params, state)
+            state = run(self.params, state, np.int32(slot), tokens, n)
+            self.cache.publish(sequence, end, state.target, slot)
         return state
 
     def _rounds(
@@ -242,3 +266,8 @@ class Loop:
             ]
             top = [[(int(t), float(p)) for t, p in pair] for pair in pairs]
         return Step(i, token_ids, logprobs, top, reason), keep
+
+
+def _is_whole(state: DecodeState) -> bool:
+    """Whether no step has consumed the state's arrays."""
+    return not any(x.is_deleted() for x in jax.tree.leaves(state))

@@ -147,14 +147,18 @@ def prefill(
     slot: Int[Array, ""],
     tokens: Int[Array, " T"],
     n: Int[Array, ""],
+    *,
+    feed_drafter: bool,
 ) -> tuple[TargetState, ProbeState | None]:
     """The model's `prefill` under the probes."""
     if probe is None:
-        return call(model, params, target, slot, tokens, n, method="prefill")[2], None
+        return call(model, params, target, slot, tokens, n, method="prefill", feed_drafter=feed_drafter)[2], None
     slots, start = slot[None], target.base[slot][None]
     before = earlier(probe, target, slots, start - 1 - probe.shift, probe.shift)[0] if probe.shift else None
-    args = (target, slot, tokens, n)
-    (_, hidden, target), seen = call(model, params, *args, method="prefill", earlier=before, mutable=[FED])
+    options = dict(earlier=before, feed_drafter=feed_drafter, mutable=[FED])
+    (_, hidden, target), seen = call(model, params, target, slot, tokens, n, method="prefill", **options)
     n = (target.base[slot] - start[0])[None]  # none where the chunk was refused
     probe = produced(probe, target, slots, start, hidden[None], n)
+    if not feed_drafter:
+        return target, probe
     return target, fed(probe, target, slots, start, seen[FED]["hidden"][0][None], n)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from atlas_jax.decode import probes, sampling
 from atlas_jax.decode.counters import count
-from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter, Proposal
+from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter, Proposal, rows_left
 from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeState
 from atlas_jax.errors import RequestError
 from atlas_jax.metrics import Source
@@ -68,15 +68,21 @@ def accept(
     return Accepted(emitted, jnp.minimum(agreed, emitted), matches, jnp.where(live, reason, finish))
 
 
-def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array) -> tuple[Array, DecodeState]:
-    """Feeds the drafter's layer the rows that the last round committed, with the target's hiddens, over what speculation wrote.
+def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array, left: int) -> tuple[Array, DecodeState]:
+    """Feeds the drafter's layer the rows that the last round committed, with the target's hiddens, over what speculation wrote; but
+    for the first `left` of them, if so many were accepted drafts.
 
     Returns: the drafter's normed hidden of each sequence's newest token [B, D], and the state.
     """
-    n = state.feed_count[slots]
+    n, tokens, hidden = state.feed_count[slots], state.feed_tokens[slots], state.feed_hidden[slots]
+    if left:
+        skip = jnp.clip(n - 1, 0, left)
+        at = jnp.minimum(skip[:, None] + jnp.arange(tokens.shape[1]), tokens.shape[1] - 1)
+        n, tokens = n - skip, jnp.take_along_axis(tokens, at, axis=1)
+        hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
     start = state.target.length[slots] - n + 1
     n = jnp.where(state.finish[slots] == RUNNING, n, 0)
-    args = (slots, state.feed_tokens[slots], state.feed_hidden[slots], start, n)
+    args = (slots, tokens, hidden, start, n)
     hidden, target, probe = probes.feed(model, params, state.probe, state.target, *args)
     return hidden, dataclasses.replace(state, target=target, probe=probe)
 
@@ -150,7 +156,7 @@ def run_round(
     running = state.finish[slots] == RUNNING
     hidden = jnp.zeros((B, model.config.hidden_size), state.feed_hidden.dtype)
     if model.config.has_mtp and not isinstance(drafter, NoDrafter):
-        hidden, state = feed(model, params, state, slots)
+        hidden, state = feed(model, params, state, slots, rows_left(drafter, K - 1))
     tokens, n_rows, source = last, jnp.ones(B, jnp.int32), jnp.zeros((B, 0), jnp.int32)
     target, drafter_state = state.target, state.drafter
     if K > 1:

@@ -45,11 +45,11 @@ class DecodeState:
     probe: ProbeState | None  # None in production
 
 
-def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) -> DecodeState:
-    """All slots empty and finished."""
+def init_decode(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> DecodeState:
+    """All slots empty and finished, without a drafter's state."""
     S, M = run.slots + 1, run.max_rows
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
-    target = init(config, run)
+    target = init(config, run, spare_pages)
     return DecodeState(
         target=target,
         sampler=init_sampler(S, config.vocab_size),
@@ -61,7 +61,7 @@ def init_decode(config: ModelConfig, run: RunConfig, drafter_state: Any = ()) ->
         finish=jnp.full(S, STOP, jnp.int32),
         stop_ids=jnp.full((S, MAX_STOPS * 2), -1, jnp.int32),
         counters=init_counters(S, M),
-        drafter=drafter_state,
+        drafter=(),
         probe=init_probes(config, run, target),
     )
 
@@ -70,9 +70,10 @@ def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Any]) 
     """Gives an empty slot to a request; `values` are `request_values`'. The prompt's prefill comes next, then `start_slot`."""
     at = lambda x, y: x.at[slot].set(y)  # noqa: E731
     probe = state.probe and dataclasses.replace(state.probe, counts=at(state.probe.counts, 0))
+    target = map_pages(free(state.target, slot), slot, values["pages"])
     return dataclasses.replace(
         state,
-        target=map_pages(free(state.target, slot), slot, values["pages"]),
+        target=dataclasses.replace(target, drafter_start=at(target.drafter_start, values["drafter_start"])),
         sampler=set_slot(state.sampler, slot, **values["sampler"]),
         tokens=at(state.tokens, values["tokens"]),
         remaining=at(state.remaining, values["remaining"]),
@@ -109,9 +110,10 @@ def cut_slot(state: DecodeState, slot: Int[Array, ""], n: Int[Array, ""]) -> Dec
 
 
 def request_values(
-    config: ModelConfig, run: RunConfig, prompt: np.ndarray, params: SamplingParams, pages: list[int]
+    config: ModelConfig, run: RunConfig, prompt: np.ndarray, params: SamplingParams, pages: list[int], restored: int = 0
 ) -> dict[str, Any]:
-    """What `open_slot` needs of a validated request and the pages it was given, as arrays of fixed shapes."""
+    """What `open_slot` needs of a validated request and the pages it was given, as arrays of fixed shapes. `restored` of the
+    prompt's tokens are not computed."""
     tokens = np.zeros(run.max_length + 1, np.int32)
     tokens[: prompt.size] = prompt
     stops = np.full(MAX_STOPS * 2, -1, np.int32)
@@ -120,4 +122,13 @@ def request_values(
     sampler = slot_values(params, prompt, config.vocab_size)
     row = np.zeros(run.pages_per_slot, np.int32)
     row[: len(pages)] = pages
-    return dict(sampler=sampler, tokens=tokens, remaining=np.int32(params.max_tokens), stop_ids=stops, pages=row)
+    # The drafter has no row at position 0. The prompt's last token is not prefilled: its row is the first draft's own.
+    start = max(1, dict(full=1, prefill_only=restored, blind=prompt.size - 1)[run.drafter_context])
+    return dict(
+        sampler=sampler,
+        tokens=tokens,
+        remaining=np.int32(params.max_tokens),
+        stop_ids=stops,
+        pages=row,
+        drafter_start=np.int32(start),
+    )

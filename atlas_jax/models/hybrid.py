@@ -213,11 +213,14 @@ class HybridModel(nn.Module):
         tokens: Int[Array, " T"],
         n: Int[Array, ""],
         earlier: Float[Array, "shift D"] | None = None,
+        *,
+        feed_drafter: bool = True,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], TargetState]:
         """Commits the first `n` of a chunk of tokens to a settled slot, in matrix form; the rest of the chunk is padding.
 
         The drafter's layer gets the keys and values of the same rows: row p is (token p, hidden p - 1), the first of them
-        from the boundary hidden. With `earlier`, hiddens from before the boundary, row p gets hidden p - 1 - shift instead.
+        from the boundary hidden. With `earlier`, hiddens from before the boundary, row p gets hidden p - 1 - shift instead. Without
+        `feed_drafter` it gets none of them.
 
         A slot that is not settled, or an `n` below 0, above T or beyond its capacity, commits nothing and clears the slot's `ok`.
 
@@ -252,7 +255,7 @@ class HybridModel(nn.Module):
         x, state = self._layers(self.embed(tokens), positions, state, linear_mixer, full_mixer, at_once, False)
         hidden = self.final(x)
         fed = self.drafter_hidden(hidden)
-        if c.has_mtp:
+        if c.has_mtp and feed_drafter:
             before = state.hidden[slot][None]
             before = before if earlier is None else jnp.concatenate([earlier, before])
             previous = jnp.concatenate([before, fed])[:T]
