@@ -174,9 +174,8 @@ class Runtime:
             if chat:
                 messages: Any = prompt
                 text = render_chat(self.tokenizer, messages, tools=tools, **template)
-                before = render_chat(
-                    self.tokenizer, messages, tools=tools, **template | dict(add_generation_prompt=False)
-                )
+                unasked: dict[str, Any] = template | dict(add_generation_prompt=False)
+                before = render_chat(self.tokenizer, messages, tools=tools, **unasked)
                 if text.startswith(before) and len(text) > len(before):
                     asking = len(self.tokenizer.encode(text[len(before) :]))
             ids: Sequence[Any] = self.tokenizer.encode(text)

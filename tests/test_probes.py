@@ -49,9 +49,11 @@ def test_the_drafter_is_fed_what_the_target_produced(drafter):
     for prompt, answer in zip(PROMPTS, answers(CHECKED, drafter), strict=True):
         found = answer.fingerprints
         assert found.differed == 0
-        assert found.produced == len(prompt) - 1 + len(answer.token_ids)
-        # Rows 1 … of the prompt and of the answer; what the last round emitted would be fed by the next one.
-        assert len(prompt) + len(answer.token_ids) - 2 - 4 < found.fed <= len(prompt) + len(answer.token_ids) - 2
+        assert found.produced == answer.replayed - 1 + len(answer.token_ids)
+        # Rows 1 … (or from those that the prefix cache had) of the prompt and of the answer; what the last round emitted would
+        # be fed by the next one.
+        rows = len(prompt) + len(answer.token_ids) - 1 - max(1, answer.restored)
+        assert rows - 4 < found.fed <= rows
         assert answer.to_dict()["fingerprints"] == found._asdict()
     assert answers(OFF)[0].fingerprints is None and "fingerprints" not in answers(OFF)[0].to_dict()
 
