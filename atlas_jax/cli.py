@@ -1,4 +1,4 @@
-"""The command line: generate, chat, demo, inspect, replay.
+"""The command line: generate, chat, demo, inspect, replay, experiment.
 
 stdout carries the answer alone; progress and errors go to stderr. JAX is imported once the arguments make sense.
 """
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from atlas_jax.config import DRAFTER_CONTEXTS
 from atlas_jax.errors import AtlasError, RequestError
+from atlas_jax.experiment import command as experiment_command
 from atlas_jax.replay import command as replay_command
 from atlas_jax.terminal import Progress, ask, exit_on_interrupt, note, say
 
@@ -92,6 +93,11 @@ def parser() -> Parser:
     )
     replay_command.add_options(replay)
     replay.set_defaults(run=replay_command.run)
+
+    experiment = commands.add_parser(
+        "experiment", help="compare settings of drafting", description="Compare settings of drafting."
+    )
+    experiment_command.add_options(experiment, Parser)
     return top
 
 

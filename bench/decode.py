@@ -3,15 +3,13 @@
     python bench/decode.py [--turns N] [--tokens N] [--skip-compile]
 
 Speculation is compared with plain decoding compiled for single rows (`row_group=1`), not only with the padded executable.
-The conversations in data/ were kept out of tiny-agent's training (tau-bench, MIT licence; see data/README.md).
+The conversations were kept out of tiny-agent's training (tau-bench, MIT licence; see atlas_jax/data/README.md).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
@@ -24,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 import atlas_jax
+from atlas_jax.experiment.conversations import HELD_OUT, read_conversations
 from atlas_jax.metrics import Acceptance
 
-HERE = pathlib.Path(__file__).parent
 MODEL = "tiny-agent"
 DRAFTS = range(9)
 START = f"""
@@ -39,8 +37,7 @@ print(json.dumps(sum(out)))
 
 def turns(count: int) -> list[list[dict[str, Any]]]:
     """Message lists of held-out conversations, each ending where the assistant speaks; spread over lengths."""
-    data = json.loads((HERE / "data" / "airline_held_out.json").read_text())
-    found = [c["messages"][:i] for c in data for i, m in enumerate(c["messages"]) if m["role"] == "assistant" and i > 1]
+    found = [turn.messages for c in read_conversations(HELD_OUT)[:5] for turn in c.turns if len(turn.messages) > 1]
     step = max(1, len(found) // count)
     return found[::step][:count]
 
