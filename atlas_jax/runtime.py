@@ -21,6 +21,7 @@ from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.drafters import DRAFTERS, Drafter, MtpChain, NoDrafter, drafter_named
 from atlas_jax.decode.executables import Progress
 from atlas_jax.decode.loop import Loop, Request
+from atlas_jax.decode.oracle import OracleChain
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.stops import StopMatcher
 from atlas_jax.errors import ConfigError, RequestError
@@ -306,7 +307,19 @@ class Runtime:
             raise RequestError(
                 f"drafts must be an integer in 0 … {self.run.max_drafts} (load with a larger max_drafts for more), got {drafts!r}"
             )
+        if isinstance(drafter, OracleChain):
+            self._check_oracle(drafter, int(drafts), options)
         return cast(Drafter, drafter), 0 if isinstance(drafter, NoDrafter) else int(drafts)
+
+    def _check_oracle(self, drafter: OracleChain, drafts: int, options: Mapping[str, Any]) -> None:
+        if not self.config.has_mtp:
+            raise RequestError("the oracle looks at an MTP drafter, and this model has none: it lacks mtp.* tensors")
+        if options.get("script") is None:
+            raise RequestError("the oracle needs the answer beforehand: give its token ids as script")
+        if drafts < drafter.draft:
+            raise RequestError(f"the oracle looks at draft {drafter.draft}, and only {drafts} drafts were asked for")
+        if not self.run.refeed:
+            raise RequestError("the oracle refeeds accepted rows, and this runtime was loaded with refeed=False")
 
     def _stream(
         self, prompts: Sequence[Any], options: Mapping[str, Any], lease: Lease | None = None

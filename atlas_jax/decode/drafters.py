@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.errors import RequestError
@@ -59,6 +60,18 @@ class Drafter(Protocol):
     def init(self, config: ModelConfig, run: RunConfig) -> Any: ...
 
     def propose(self, context: DraftContext, target: TargetState, state: Any, drafts: int) -> Proposal: ...
+
+
+@runtime_checkable
+class Taught(Protocol):
+    """A drafter that is told the answer (`script`) before decoding: tokens of prompt and answer, or, `by_hidden`, the hiddens that
+    the MTP head reads of them."""
+
+    by_hidden: ClassVar[bool]
+
+    def teach(self, state: Any, slot: int, known: np.ndarray) -> Any:
+        """The drafter's state, in which the slot's sequence is known; rows of `known` are positions."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +151,7 @@ class ScriptedDrafter:
 
     acceptance: float = dataclasses.field(default=1.0, compare=False)  # in the state: one executable serves them all
     name: ClassVar[str] = "scripted"
+    by_hidden: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance <= 1:
@@ -145,6 +159,10 @@ class ScriptedDrafter:
 
     def init(self, config: ModelConfig, run: RunConfig) -> Any:
         return jnp.float32(self.acceptance), jnp.zeros((run.slots + 1, run.max_length + 1), jnp.int32)
+
+    def teach(self, state: Any, slot: int, known: np.ndarray) -> Any:
+        acceptance, script = state
+        return acceptance, script.at[slot].set(np.pad(known, (0, script.shape[1] - known.size)))
 
     def propose(self, context: DraftContext, target: TargetState, state: Any, drafts: int) -> Proposal:
         acceptance, script = state

@@ -88,6 +88,17 @@ class Executables:
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
         return self.get(("logits", f"tokens={size}", _structure(state)), logits, args, (1,))
 
+    def hiddens(self, size: int, params: Any, state: DecodeState) -> Any:
+        """(params, state, slot, tokens [size], n) -> (the hiddens that the drafter reads [size, D], state)."""
+
+        def hiddens(params, state: DecodeState, slot, tokens, n):
+            args = (self.model, params, state.target, slot, tokens, n)
+            _, hidden, target = call(*args, method="prefill", feed_drafter=False)
+            return hidden, dataclasses.replace(state, target=target)
+
+        args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
+        return self.get(("hiddens", f"tokens={size}", _structure(state)), hiddens, args, (1,))
+
     def open(self, state: DecodeState, values: dict[str, Any]) -> Any:
         """(state, slot, values) -> state."""
         return self.get(("open", _structure(state)), open_slot, (state, SCALAR, values), (0,))

@@ -15,7 +15,7 @@ import numpy as np
 from atlas_jax.cache.prefix import Lease, PrefixCache, Sequence
 from atlas_jax.cache.stats import Reuse
 from atlas_jax.config import ModelConfig, RunConfig
-from atlas_jax.decode.drafters import Drafter, ScriptedDrafter
+from atlas_jax.decode.drafters import Drafter, Taught
 from atlas_jax.decode.executables import Executables, Progress
 from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.request import SamplingParams
@@ -83,11 +83,12 @@ class Loop:
         """
         slots = np.zeros(1 << (len(requests) - 1).bit_length(), np.int32)
         slots[: len(requests)] = 1 + np.arange(len(requests))
+        known = [self._known(r, drafter) for r in requests]
         state = self._take_state(drafter)
         sequences: list[Sequence] = []
         failed: set[int] = set()
         try:
-            state = self._open(state, requests, sequences, drafter, drafts, n_top, slots)
+            state = self._open(state, requests, known, sequences, drafter, drafts, n_top, slots)
             for latest, steps in self._rounds(state, requests, drafter, drafts, n_top, slots, cut):
                 self._state = latest
                 failed |= {step.index for step in steps if step.finish_reason == FINISH_REASONS[ERROR]}
@@ -124,6 +125,10 @@ class Loop:
 
     def logits(self, prompt: np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of every position of a prompt, by prefill."""
+        return self._by_position(prompt, self.executables.logits)
+
+    def _by_position(self, prompt: np.ndarray, executable: Callable[..., Any]) -> np.ndarray:
+        """What `executable` gives for every position of a prompt."""
         state = self._take_state(None)
         sequence = self.cache.scratch(prompt)
         parts = []
@@ -132,8 +137,7 @@ class Loop:
             state = self.executables.open(state, values)(state, np.int32(1), values)
             for start, end in self.cache.chunks(sequence):
                 tokens, n = self._padded(prompt[start:end]), np.int32(end - start)
-                run = self.executables.logits(tokens.size, self.params, state)
-                out, state = run(self.params, state, np.int32(1), tokens, n)
+                out, state = executable(tokens.size, self.params, state)(self.params, state, np.int32(1), tokens, n)
                 parts.append(np.asarray(out)[:n])
             self._state = state
         finally:
@@ -152,6 +156,13 @@ class Loop:
             state = init_decode(self.config, self.run, self.cache.budget.spare_pages)
         return dataclasses.replace(state, drafter=extra)
 
+    def _known(self, request: Request, drafter: Drafter) -> np.ndarray | None:
+        """What a drafter that knows the answer is told of a request: its tokens, or their hiddens."""
+        if not isinstance(drafter, Taught) or request.script is None:
+            return None
+        tokens = np.concatenate([request.prompt, request.script])[: self.run.max_length]
+        return self._by_position(tokens, self.executables.hiddens) if drafter.by_hidden else tokens
+
     def _padded(self, tokens: np.ndarray) -> np.ndarray:
         """A chunk in the smallest size that there is an executable of."""
         whole = self.run.prefill_chunk
@@ -163,6 +174,7 @@ class Loop:
         self,
         state: DecodeState,
         requests: list[Request],
+        known: list[np.ndarray | None],
         sequences: list[Sequence],
         drafter: Drafter,
         drafts: int,
@@ -189,12 +201,8 @@ class Loop:
             state = self.executables.open(state, values)(state, slot, values)
             state = self._prefill(state, sequence, i + 1)
             state = self.executables.start(state)(state, slot)
-            if isinstance(drafter, ScriptedDrafter) and request.script is not None:
-                script = np.zeros(self.run.max_length + 1, np.int32)
-                full = np.concatenate([request.prompt, request.script])[: script.size]
-                script[: full.size] = full
-                acceptance, scripts = state.drafter
-                state = dataclasses.replace(state, drafter=(acceptance, scripts.at[i + 1].set(script)))
+            if isinstance(drafter, Taught) and (answer := known[i]) is not None:
+                state = dataclasses.replace(state, drafter=drafter.teach(state.drafter, i + 1, answer))
         return state
 
     def _prefill(self, state: DecodeState, sequence: Sequence, slot: int) -> DecodeState:

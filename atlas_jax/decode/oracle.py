@@ -7,11 +7,12 @@ import numbers
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.drafters import DraftContext, MtpChain, Proposal
 from atlas_jax.errors import RequestError
-from atlas_jax.shapes import Array, Float
+from atlas_jax.shapes import Array
 from atlas_jax.state import TargetState
 
 
@@ -27,6 +28,7 @@ class OracleChain:
 
     draft: int = 2
     name: ClassVar[str] = "oracle"
+    by_hidden: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft, numbers.Integral) or isinstance(self.draft, bool) or self.draft < 2:
@@ -41,10 +43,8 @@ class OracleChain:
             )
         return jnp.zeros((run.slots + 1, run.max_length + 1, config.hidden_size), jnp.dtype(run.dtype))
 
-    def teach(self, state: Array, slot: int, hidden: Float[Array, "T D"]) -> Array:
-        """The state with the target's hiddens of prompt and answer."""
-        known = min(hidden.shape[0], state.shape[1])
-        return state.at[slot].set(0).at[slot, :known].set(hidden[:known])
+    def teach(self, state: Array, slot: int, known: np.ndarray) -> Array:
+        return state.at[slot].set(np.pad(known, ((0, state.shape[1] - known.shape[0]), (0, 0))))
 
     def propose(self, context: DraftContext, target: TargetState, state: Array, drafts: int) -> Proposal:
         def step(target: TargetState, tokens: Array, hidden: Array, position: Array) -> tuple[Array, TargetState]:
