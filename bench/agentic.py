@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -35,6 +36,9 @@ from atlas_jax.metrics import wilson
 from atlas_jax.runtime import Runtime
 
 SHARED = pathlib.Path(__file__).parent.parent.parent / "shared" / "data" / "agentic" / "tau_airline.jsonl"
+COLD: dict[str, Any] = dict(
+    prefix_cache=False, page_cache_bytes=None, snapshot_interval=None, snapshot_bytes=None, host_snapshot_bytes=0
+)
 
 
 def with_setting(runtime: Runtime, **changes: Any) -> Runtime:
@@ -113,33 +117,35 @@ def late_ratio(warm: Sequence[Played], cold: Sequence[Played], first: int = 5) -
 
 
 def soak(
-    console: Console, runtime: Runtime, conversations: Sequence[Conversation], count: int, options: dict[str, Any]
-) -> None:
-    """Plays `count` conversations in a row; every tenth is also played cold. Memory must stay flat, answers alike."""
-    cold = with_setting(runtime, prefix_cache=False)
-    table = Table(title=f"{count} conversations in a row")
-    for name in ("conversations", "turns", "resident MB", "arrays on the device MB", "cold checks", "differences"):
-        table.add_column(name, justify="right")
-    turns = checks = differences = 0
-    sizes = []
+    console: Console,
+    runtime: Runtime,
+    conversations: Sequence[Conversation],
+    count: int,
+    options: dict[str, Any],
+    every: int = 10,
+) -> dict[str, Any]:
+    """Plays `count` conversations in a row, one in `every` also cold, and reads memory on the way.
+
+    Returns: turns played, those compared with cold ones, and how many of these differed; readings of memory in MB, of the
+    process and of all arrays on the device.
+    """
+    cold = with_setting(runtime, **COLD)
+    found: dict[str, Any] = dict(conversations=0, turns=0, checks=0, differences=0, resident_mb=[], arrays_mb=[])
     for i in range(count):
         conversation = conversations[i % len(conversations)]
         warm = list(play(runtime, conversation, **options))
-        turns += len(warm)
-        if i % 10 == 0:
+        found["turns"] += len(warm)
+        found["conversations"] += 1
+        if i % every == 0:
             pairs = zip(warm, play(cold, conversation, **options), strict=True)
-            checks += len(warm)
-            differences += sum(a.token_ids != b.token_ids for a, b in pairs)
-        if i % max(1, count // 10) == 0 or i == count - 1:
-            live = sum(x.nbytes for x in jax.live_arrays()) / 1e6
-            sizes.append(live)
-            row = (i + 1, turns, f"{resident_mb():.0f}", f"{live:.1f}", checks, differences)
-            table.add_row(*map(str, row))
-            console.print(*row)
-    console.print(table)
-    if differences:
-        raise SystemExit("warm and cold answers differ, which must not happen")
-    console.print(f"arrays on the device, last less first reading: {sizes[-1] - sizes[0]:+.1f} MB")
+            found["checks"] += len(warm)
+            found["differences"] += sum(a.token_ids != b.token_ids for a, b in pairs)
+        if i % max(1, count // 20) == 0 or i == count - 1:
+            gc.collect()
+            found["arrays_mb"].append(sum(x.nbytes for x in jax.live_arrays()) / 1e6)
+            found["resident_mb"].append(resident_mb())
+            console.print({name: value[-1] if isinstance(value, list) else value for name, value in found.items()})
+    return found
 
 
 def resident_mb() -> float:
@@ -182,10 +188,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options |= dict(drafter=args.drafter) if args.drafter else {}
     options |= dict(ignore_eos=True) if base.tokenizer is tokenizer else {}
     if args.soak is not None:
-        soak(console, base, conversations, args.soak, options)
+        found = soak(console, base, conversations, args.soak, options)
+        if found["differences"]:
+            raise SystemExit("warm and cold answers differ, which must not happen")
         return
     sides: dict[str, list[Played]] = {"warm": [], "cold": []} if not args.no_cold else {"warm": []}
-    runtimes = {"warm": base, "cold": with_setting(base, prefix_cache=False)}
+    runtimes = {"warm": base, "cold": with_setting(base, **COLD)}
     plain: dict[str, Any] = dict(drafter="none", drafts=0)
     for conversation in conversations[: args.limit]:
         scripts = None

@@ -15,6 +15,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from models import CONFIGS, RUN, params_of
+from rich.console import Console
 
 import atlas_jax
 from atlas_jax.cli import main, parser
@@ -29,6 +30,7 @@ from atlas_jax.experiment.figures import difference, figures
 from atlas_jax.experiment.play import Played, play
 from atlas_jax.experiment.report import first_difference, show, to_dict, write
 from atlas_jax.metrics import Acceptance, Event, Source
+from bench import agentic
 
 # ---- conversations and playing them
 
@@ -174,16 +176,16 @@ def test_a_difference_and_its_standard_deviation():
 
 
 def test_the_standard_deviation_is_about_right():
-    """Two arms without a difference, 400 times: the difference exceeds two standard deviations about as often as it should."""
+    """Two arms without a difference, 200 times: the difference exceeds two standard deviations about as often as it should."""
     rng = np.random.default_rng(1)
     far = 0
-    for _ in range(400):
+    for _ in range(200):
         rates = rng.beta(8, 4, 15)  # conversations differ from each other
         sides = [[played(str(c), 1, int(rng.binomial(30, p)), 30) for c, p in enumerate(rates)] for _ in range(2)]
         found = difference(sides[0], sides[1], "p1")
         assert found is not None and found.sds is not None
         far += abs(found.sds) > 2
-    assert 0.02 < far / 400 < 0.11  # 0.065 for Student's t with 14 degrees of freedom
+    assert 0.02 < far / 200 < 0.11  # 0.065 for Student's t with 14 degrees of freedom
 
 
 # ---- reports
@@ -223,8 +225,6 @@ def test_reports_hold_what_was_found(tmp_path):
         and rows[3] | dict(arm="blind", conversation="a", matched_1="1", offered_1="4", rounds="4") == rows[3]
     )
     assert json.loads((tmp_path / "new" / "folder" / "experiment.json").read_text())["reference"] == "full"
-    from rich.console import Console
-
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(show(found))
     text = console.export_text()
@@ -256,7 +256,7 @@ def talking():
 def test_the_experiment_plays_every_arm_and_asserts_that_they_answer_alike(tmp_path, monkeypatch, capsys, talking):
     path = file_of(tmp_path, dict(id="a", messages=MESSAGES), dict(id="b", messages=MESSAGES[:3]))
     monkeypatch.setattr(atlas_jax, "load", lambda *args, **options: talking)
-    arms = "full,blind+shifted,oracle"
+    arms = "full,oracle"
     command = ["experiment", "drafter-context", "--conversations", str(path), "--arms", arms, "--max-tokens", "9"]
     assert main([*command, "--max-length", "192", "--json", "--out", str(tmp_path / "out")]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -289,3 +289,32 @@ def test_the_oracle_says_what_it_needs(talking):
         talking.generate(prompt, drafter=OracleChain(2), drafts=3, max_tokens=2)
     with pytest.raises(RequestError, match="drafts"):
         talking.generate(prompt, drafter=OracleChain(3), drafts=2, script=[1], max_tokens=2)
+
+
+# ---- the agentic benchmark
+
+
+def test_conversations_in_a_row_leave_memory_flat_and_answers_alike(tmp_path, talking):
+    """The short form of `bench/agentic.py --soak 300`; more conversations than the cache has room for."""
+    rows = [dict(messages=[say("user", f"{i} {'bags ' * 8 * i}"), say("assistant", "Two."), say("user", "Sure?"),
+                           say("assistant", "Yes.")]) for i in range(1, 4)]  # fmt: skip
+    small = agentic.with_setting(talking, page_cache_bytes=0)
+    conversations = read_conversations(file_of(tmp_path, *rows))
+    console = Console(file=io.StringIO())
+    found = agentic.soak(console, small, conversations, 9, dict(max_tokens=6, drafts=3), every=4)
+    assert found["turns"] == 18 and found["checks"] == 6 and found["differences"] == 0
+    assert small.cache_stats().hits
+    # the first readings come before all that is kept for once is there
+    assert len(found["arrays_mb"]) == 9 and max(found["arrays_mb"][4:]) <= found["arrays_mb"][4]
+
+
+def test_the_late_ratio_is_of_the_same_prompts():
+    sides = [[dataclasses.replace(played("a", n, 1, 2), ttft_ms=ms) for n in range(4, 7)] for ms in (2.0, 10.0)]
+    warm, cold = sides
+    assert agentic.late_ratio(warm, cold) == pytest.approx(0.2) and agentic.late_ratio(warm[:1], cold[:1]) is None
+    agentic.same(warm, cold)
+    with pytest.raises(SystemExit, match="turn 4 of a is answered differently"):
+        agentic.same(warm, [dataclasses.replace(p, token_ids=(9,)) for p in cold])
+    text = Console(width=120, record=True, file=io.StringIO())
+    agentic.report(text, dict(warm=warm, cold=cold))
+    assert "0.20" in text.export_text()

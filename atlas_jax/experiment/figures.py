@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,19 +82,27 @@ def difference(turns: Sequence[Played], reference: Sequence[Played], name: str) 
     """By the jackknife over conversations (Quenouille and Tukey): rounds of one conversation are not independent of each other,
     and both arms play the same ones, so what is left out of one is left out of the other. None where a ratio is not defined."""
     names = sorted({p.conversation for p in (*turns, *reference)})
-
-    def without(left_out: str | None) -> float:
-        rates = (ratio([p for p in side if p.conversation != left_out], name) for side in (turns, reference))
-        a, b = (math.nan if rate is None else rate for rate in rates)
-        return a - b
-
-    value = without(None)
-    if math.isnan(value):
+    sums = np.zeros((2, len(names), 2))
+    for side, part in enumerate((turns, reference)):
+        for p in part:
+            sums[side, names.index(p.conversation)] += RATIOS[name](p)
+    total = sums.sum(1)
+    if not total[:, 1].all():
         return None
-    parts = [part for left_out in names if not math.isnan(part := without(left_out))]
-    if len(parts) < 2:
+    value = _less(total)
+    rest = total[:, None] - sums
+    rest = rest[:, rest[:, :, 1].all(0)]
+    if rest.shape[1] < 2:
         return Difference(value, None)
-    return Difference(value, math.sqrt((len(parts) - 1) * statistics.pvariance(parts)))
+    parts = _less(rest)
+    return Difference(value, float(np.sqrt((parts.size - 1) * parts.var())))
+
+
+def _less(sums: np.ndarray) -> Any:
+    """The first side's quotient less the second's; the last axis holds the two sums of a quotient."""
+    ratios = sums[..., 0] / sums[..., 1]
+    out = ratios[0] - ratios[1]
+    return out if out.ndim else float(out)
 
 
 def by_turn(turns: Sequence[Played], name: str) -> list[tuple[int, float]]:
