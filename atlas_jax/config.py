@@ -252,5 +252,10 @@ class RunConfig:
         return self.max_drafts + 1
 
     @property
+    def feed_rows(self) -> int:
+        """Committed rows that may wait for the MTP head: rounds that do without it do not feed it."""
+        return max(16, self.max_rows)
+
+    @property
     def pages_per_slot(self) -> int:
         return -(-self.max_length // self.page_size)

@@ -8,70 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from atlas_jax.config import ModelConfig, RunConfig
+from atlas_jax.decode.hybrid import HybridDrafter
+from atlas_jax.decode.lookup import LookupDrafter
+from atlas_jax.decode.mtp import MtpChain
+from atlas_jax.decode.protocol import DraftContext, Drafter, Proposal, Taught
 from atlas_jax.errors import RequestError
-from atlas_jax.shapes import Array, Float, Int, UInt32
+from atlas_jax.shapes import Array
 from atlas_jax.state import TargetState
-
-
-class DraftContext(NamedTuple):
-    """What a drafter may look at: B sequences about to be verified.
-
-    `tokens[b, : length[b] + 1]` are all tokens so far; the last of them is emitted but not yet read by the target, and
-    drafts continue after it. `hidden` is the MTP head's normed hidden of that token (zeros where the model has no head).
-    """
-
-    slots: Int[Array, " B"]
-    tokens: Int[Array, "B columns"]
-    length: Int[Array, " B"]
-    hidden: Float[Array, "B D"]
-    seed: UInt32[Array, " B"]
-    vocab_size: int
-    logits: Callable[[Array], Array]  # normed hidden [B, D] -> float32 logits [B, V] by the target's head
-    step: Callable[
-        ..., tuple[Array, TargetState]
-    ]  # (target, tokens [B], hidden [B, D], position [B]) -> (hidden [B, D], target)
-
-
-@dataclasses.dataclass(frozen=True)
-class Proposal:
-    """Drafts, how many of them count for each sequence, the states that proposing left, and where each draft came from (members
-    of `metrics.Source`, for the counters; by default what `Source.of` says of the drafter's name)."""
-
-    tokens: Int[Array, "B D"]
-    count: Int[Array, " B"]
-    target: TargetState
-    state: Any
-    source: Int[Array, "B D"] | None = None
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """`init` makes the drafter's state (leaves with a leading slot axis); `propose` drafts up to `drafts` >= 1 tokens each."""
-
-    name: ClassVar[str]
-
-    def init(self, config: ModelConfig, run: RunConfig) -> Any: ...
-
-    def propose(self, context: DraftContext, target: TargetState, state: Any, drafts: int) -> Proposal: ...
-
-
-@runtime_checkable
-class Taught(Protocol):
-    """A drafter that is told the answer (`script`) before decoding: tokens of prompt and answer, or, `by_hidden`, the hiddens that
-    the MTP head reads of them."""
-
-    by_hidden: ClassVar[bool]
-
-    def teach(self, state: Any, slot: int, known: np.ndarray) -> Any:
-        """The drafter's state, in which the slot's sequence is known; rows of `known` are positions."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +29,7 @@ class NoDrafter:
     """Plain decoding."""
 
     name: ClassVar[str] = "none"
+    feeds: ClassVar[bool] = False
 
     def init(self, config: ModelConfig, run: RunConfig) -> Any:
         return ()
@@ -86,40 +37,6 @@ class NoDrafter:
     def propose(self, context: DraftContext, target: TargetState, state: Any, drafts: int) -> Proposal:
         B = context.slots.shape[0]
         return Proposal(jnp.zeros((B, drafts), jnp.int32), jnp.zeros(B, jnp.int32), target, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class MtpChain:
-    """Chained steps of the model's MTP head: the first from the target's hidden, the others from the head's own.
-
-    `refeed` is `RunConfig.refeed`: whether rows of accepted drafts are written again with the target's hiddens.
-    """
-
-    refeed: bool = True
-    name: ClassVar[str] = "mtp"
-
-    def init(self, config: ModelConfig, run: RunConfig) -> Any:
-        if not config.has_mtp:
-            raise RequestError("drafter 'mtp' needs a checkpoint with mtp.* tensors; use drafter 'none'")
-        return ()
-
-    def propose(self, context: DraftContext, target: TargetState, state: Any, drafts: int) -> Proposal:
-        best = lambda hidden: jnp.argmax(context.logits(hidden), axis=-1).astype(jnp.int32)  # noqa: E731
-        tokens = jnp.zeros((context.slots.shape[0], drafts), jnp.int32).at[:, 0].set(best(context.hidden))
-
-        def extend(i: Array, carry: tuple[Array, Array, TargetState]) -> tuple[Array, Array, TargetState]:
-            tokens, hidden, target = carry
-            hidden, target = context.step(target, tokens[:, i - 1], hidden, context.length + i)
-            return tokens.at[:, i].set(best(hidden)), hidden, target
-
-        tokens, _, target = jax.lax.fori_loop(1, drafts, extend, (tokens, context.hidden, target))
-        return Proposal(tokens, jnp.full(tokens.shape[0], drafts, jnp.int32), target, state)
-
-
-def rows_left(drafter: Drafter, drafts: int) -> int:
-    """How many rows of a round's accepted drafts, the first ones, stay as drafting wrote them. Of d drafts d - 1 have rows: the
-    last is nobody's input."""
-    return max(drafts - 1, 0) if isinstance(drafter, MtpChain) and not drafter.refeed else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +97,8 @@ class ScriptedDrafter:
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": NoDrafter,
     "mtp": MtpChain,
+    "lookup": LookupDrafter,
+    "hybrid": HybridDrafter,
     "random": RandomDrafter,
     "forced-accept": lambda: ScriptedDrafter(1.0),
     "forced-reject": lambda: ScriptedDrafter(0.0),

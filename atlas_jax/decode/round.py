@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from atlas_jax.decode import probes, sampling
 from atlas_jax.decode.counters import count
-from atlas_jax.decode.drafters import DraftContext, Drafter, NoDrafter, Proposal, rows_left
+from atlas_jax.decode.mtp import rows_left
+from atlas_jax.decode.protocol import DraftContext, Drafter, Planner, Proposal
 from atlas_jax.decode.state import ERROR, LENGTH, RUNNING, STOP, DecodeState
 from atlas_jax.errors import RequestError
 from atlas_jax.metrics import Source
@@ -68,45 +69,78 @@ def accept(
     return Accepted(emitted, jnp.minimum(agreed, emitted), matches, jnp.where(live, reason, finish))
 
 
-def feed(model: HybridModel, params: Any, state: DecodeState, slots: Array, left: int) -> tuple[Array, DecodeState]:
-    """Feeds the drafter's layer the rows that the last round committed, with the target's hiddens, over what speculation wrote; but
-    for the first `left` of them, if so many were accepted drafts.
+def feed(
+    model: HybridModel, params: Any, state: DecodeState, slots: Array, running: Array, due: Array | bool, left: int
+) -> tuple[Array, DecodeState]:
+    """Feeds the MTP head's layer the rows that were committed since it was last fed, with the target's hiddens, over what
+    speculation wrote (but for the first `left` of them, if so many were accepted drafts); or nothing, where it is not `due`.
 
-    Returns: the drafter's normed hidden of each sequence's newest token [B, D], and the state.
+    Returns: the head's normed hidden of each sequence's newest token [B, D], and the state.
     """
-    n, tokens, hidden = state.feed_count[slots], state.feed_tokens[slots], state.feed_hidden[slots]
-    if left:
-        skip = jnp.clip(n - 1, 0, left)
-        at = jnp.minimum(skip[:, None] + jnp.arange(tokens.shape[1]), tokens.shape[1] - 1)
-        n, tokens = n - skip, jnp.take_along_axis(tokens, at, axis=1)
-        hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
-    start = state.target.length[slots] - n + 1
-    n = jnp.where(state.finish[slots] == RUNNING, n, 0)
-    args = (slots, tokens, hidden, start, n)
-    hidden, target, probe = probes.feed(model, params, state.probe, state.target, *args)
-    return hidden, dataclasses.replace(state, target=target, probe=probe)
+
+    def fed(target: TargetState, probe: Any) -> tuple[Array, TargetState, Any]:
+        n, tokens, hidden = state.feed_count[slots], state.feed_tokens[slots], state.feed_hidden[slots]
+        if left:
+            skip = jnp.clip(n - 1, 0, left)
+            at = jnp.minimum(skip[:, None] + jnp.arange(tokens.shape[1]), tokens.shape[1] - 1)
+            n, tokens = n - skip, jnp.take_along_axis(tokens, at, axis=1)
+            hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
+        start = target.length[slots] - n + 1
+        args = (slots, tokens, hidden, start, jnp.where(running, n, 0))
+        return probes.feed(model, params, probe, target, *args)
+
+    def put_off(target: TargetState, probe: Any) -> tuple[Array, TargetState, Any]:
+        return jnp.zeros((slots.shape[0], state.feed_hidden.shape[2]), state.feed_hidden.dtype), target, probe
+
+    if due is True:
+        hidden, target, probe = fed(state.target, state.probe)
+    else:
+        hidden, target, probe = jax.lax.cond(due, fed, put_off, state.target, state.probe)
+    count = state.feed_count.at[slots].set(jnp.where(due & running, 0, state.feed_count[slots]))
+    return hidden, dataclasses.replace(state, target=target, probe=probe, feed_count=count)
 
 
-def propose(
-    model: HybridModel, params: Any, drafter: Drafter, drafts: int, state: DecodeState, slots: Array, hidden: Array
-) -> Any:
-    """Asks the drafter for tokens; `hidden` is `feed`'s."""
+def draft_context(model: HybridModel, params: Any, state: DecodeState, slots: Array, running: Array) -> DraftContext:
+    """What a drafter may look at before the MTP head is fed."""
 
     def step(target, tokens, hidden, position):
-        fits = (position < target.capacity).astype(jnp.int32)
+        fits = ((position < target.capacity) & running).astype(jnp.int32)
         return call(model, params, target, slots, tokens, hidden, jnp.where(fits, position, 0), fits, method="draft")
 
-    context = DraftContext(
+    return DraftContext(
         slots=slots,
         tokens=state.tokens[slots],
         length=state.target.length[slots],
-        hidden=hidden,
+        running=running,
+        hidden=jnp.zeros((slots.shape[0], model.config.hidden_size), state.feed_hidden.dtype),
         seed=state.sampler.seed[slots],
         vocab_size=model.config.vocab_size,
         logits=lambda hidden: call(model, params, hidden, method="logits"),
         step=step,
     )
-    return checked(drafter.propose(context, state.target, state.drafter, drafts), drafter, state, slots, drafts)
+
+
+def propose(
+    model: HybridModel, params: Any, drafter: Drafter, drafts: int, state: DecodeState, slots: Array, running: Array
+) -> tuple[Proposal | None, DecodeState]:
+    """Asks the drafter for up to `drafts` tokens, none where that is 0. The MTP head is fed before, if the drafter reads it now
+    or the rows that wait for it leave no room for another round's."""
+    context = draft_context(model, params, state, slots, running)
+    if model.config.has_mtp and getattr(drafter, "feeds", True):
+        room = state.feed_hidden.shape[1] - state.feed_count[slots]
+        full = (running & (room < drafts + 1)).any()
+        left = rows_left(drafter, drafts)
+        # Without refeed, which rows stay as they are depends on the round that wrote them: none may wait.
+        due: Array | bool = True if drafts > 0 or not getattr(drafter, "refeed", True) else full
+        if drafts > 0 and isinstance(drafter, Planner):
+            wanted, plan = drafter.plan(context, state.drafter, drafts)
+            due, context = (wanted & running).any() | full, context._replace(plan=plan)
+        hidden, state = feed(model, params, state, slots, running, due, left)
+        context = context._replace(hidden=hidden)
+    if not drafts:
+        return None, state
+    proposal = drafter.propose(context, state.target, state.drafter, drafts)
+    return checked(proposal, drafter, state, slots, drafts), state
 
 
 def checked(proposal: Any, drafter: Drafter, state: DecodeState, slots: Array, drafts: int) -> Proposal:
@@ -154,13 +188,10 @@ def run_round(
     length = state.target.length[slots]
     last = jnp.take_along_axis(state.tokens[slots], length[:, None], axis=1)
     running = state.finish[slots] == RUNNING
-    hidden = jnp.zeros((B, model.config.hidden_size), state.feed_hidden.dtype)
-    if model.config.has_mtp and not isinstance(drafter, NoDrafter):
-        hidden, state = feed(model, params, state, slots, rows_left(drafter, K - 1))
+    proposal, state = propose(model, params, drafter, K - 1, state, slots, running)
     tokens, n_rows, source = last, jnp.ones(B, jnp.int32), jnp.zeros((B, 0), jnp.int32)
     target, drafter_state = state.target, state.drafter
-    if K > 1:
-        proposal = propose(model, params, drafter, K - 1, state, slots, hidden)
+    if proposal is not None:
         target, drafter_state = proposal.target, proposal.state
         tokens = jnp.concatenate([last, proposal.tokens], axis=1)
         n_rows, source = 1 + proposal.count, proposal.source
@@ -182,11 +213,12 @@ def run_round(
     # Rows past the emitted ones land in the sentinel column.
     emitted = jnp.arange(K) < n[:, None]
     column = jnp.where(emitted, length[:, None] + 1 + jnp.arange(K), state.tokens.shape[1] - 1)
-    kept = n == 0
+    waiting = state.feed_count[slots] if model.config.has_mtp and getattr(drafter, "feeds", True) else jnp.zeros_like(n)
+    at = jnp.where(running, waiting, 0)[:, None] + jnp.arange(K)  # `propose` has made room
 
     def fed(old: Array, new: Array) -> Array:
-        unchanged = kept.reshape(B, *[1] * (new.ndim - 1))
-        return old.at[slots, :K].set(jnp.where(unchanged, old[slots, :K], new))
+        unchanged = (n == 0).reshape(B, *[1] * (new.ndim - 1))
+        return old.at[slots[:, None], at].set(jnp.where(unchanged, old[slots[:, None], at], new))
 
     state = dataclasses.replace(
         state,
@@ -195,7 +227,7 @@ def run_round(
         tokens=state.tokens.at[slots[:, None], column].set(picks),
         feed_tokens=fed(state.feed_tokens, picks),
         feed_hidden=fed(state.feed_hidden, hidden),
-        feed_count=state.feed_count.at[slots].set(jnp.where(n > 0, n, state.feed_count[slots])),
+        feed_count=state.feed_count.at[slots].set(jnp.where(n > 0, waiting + n, state.feed_count[slots])),
         remaining=state.remaining.at[slots].add(-n),
         finish=state.finish.at[slots].set(finish),
         counters=counters,

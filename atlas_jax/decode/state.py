@@ -27,15 +27,15 @@ class DecodeState:
     """State of S slots between rounds.
 
     A running slot with c committed tokens has emitted one more, tokens[c], which the target has not read yet.
-    The drafter has not yet read the last `feed_count` tokens, feed_tokens, of which the last is that one; feed_hidden are the
-    target's hiddens of the positions before them.
+    The MTP head has not yet read the last `feed_count` tokens, feed_tokens, of which the last is that one; feed_hidden are the
+    target's hiddens of the positions before them. Decoding without the head keeps those of the last round alone.
     """
 
     target: TargetState
     sampler: SamplerState
     tokens: Int[Array, "S columns"]  # prompt and answer; the last column is a sentinel
-    feed_tokens: Int[Array, "S M"]
-    feed_hidden: Float[Array, "S M D"]
+    feed_tokens: Int[Array, "S waiting"]
+    feed_hidden: Float[Array, "S waiting D"]
     feed_count: Int[Array, " S"]
     remaining: Int[Array, " S"]  # tokens that may still be emitted
     finish: Int[Array, " S"]  # RUNNING … ERROR
@@ -54,8 +54,8 @@ def init_decode(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> De
         target=target,
         sampler=init_sampler(S, config.vocab_size),
         tokens=zeros(S, run.max_length + 1),
-        feed_tokens=zeros(S, M),
-        feed_hidden=jnp.zeros((S, M, config.hidden_size), jnp.dtype(run.dtype)),
+        feed_tokens=zeros(S, run.feed_rows),
+        feed_hidden=jnp.zeros((S, run.feed_rows, config.hidden_size), jnp.dtype(run.dtype)),
         feed_count=zeros(S),
         remaining=zeros(S),
         finish=jnp.full(S, STOP, jnp.int32),
@@ -99,13 +99,14 @@ def start_slot(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
 def cut_slot(state: DecodeState, slot: Int[Array, ""], n: Int[Array, ""]) -> DecodeState:
     """Ends a slot after the first `n` >= 1 tokens of the last round, as if the round had stopped there: commit moves back."""
     target = state.target
+    waiting = state.feed_count[slot] - target.pending[slot] + n  # the round's rows are the newest of those that wait
     target = dataclasses.replace(
         target,
         pending=target.pending.at[slot].set(n),
-        hidden=target.hidden.at[slot].set(state.feed_hidden[slot, n - 1]),
+        hidden=target.hidden.at[slot].set(state.feed_hidden[slot, waiting - 1]),
     )
     return dataclasses.replace(
-        state, target=target, feed_count=state.feed_count.at[slot].set(n), finish=state.finish.at[slot].set(STOP)
+        state, target=target, feed_count=state.feed_count.at[slot].set(waiting), finish=state.finish.at[slot].set(STOP)
     )
 
 
