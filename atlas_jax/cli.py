@@ -105,8 +105,12 @@ def _model_options(command: Parser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL)
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and activations")
     command.add_argument("--max-length", type=int, metavar="N", help="tokens of prompt and answer together, at most")
-    command.add_argument("--drafter", metavar="NAME", help="none, mtp, … (default: mtp where the model has it)")
-    command.add_argument("--drafts", type=int, metavar="D", help="tokens drafted ahead (default: 3)")
+    command.add_argument(
+        "--drafter", metavar="NAME", help="none, mtp, lookup, hybrid, … (default: mtp where the model has it)"
+    )
+    command.add_argument(
+        "--drafts", type=draft_count, metavar="D", help="tokens drafted ahead, or auto: as many as pay (default: 3)"
+    )
     command.add_argument(
         "--drafter-context",
         choices=DRAFTER_CONTEXTS,
@@ -204,7 +208,9 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     """The `Runtime` that the arguments name."""
     import atlas_jax
 
-    given = {} if args.drafts is None or args.drafts <= 7 else dict(max_drafts=args.drafts)
+    given: dict[str, Any] = {}
+    if isinstance(args.drafts, int) and args.drafts > 7:
+        given["max_drafts"] = args.drafts
     for name in ("drafter_context", "refeed", "prefix_cache"):
         if (value := getattr(args, name, None)) is not None:
             given[name] = value
@@ -235,7 +241,8 @@ def check(options: dict[str, Any]) -> None:
 
     fields = SamplingParams.__dataclass_fields__
     SamplingParams(**{name: value for name, value in options.items() if name in fields}).validate(2**31)
-    if not 0 <= options.get("drafts", 0) <= MAX_DRAFTS:
+    drafts = options.get("drafts", 0)
+    if drafts != "auto" and not 0 <= drafts <= MAX_DRAFTS:
         raise RequestError(f"drafts must be an integer in 0 … {MAX_DRAFTS}, got {options['drafts']}")
 
 
@@ -261,6 +268,13 @@ def finish(completion: Any) -> int:
         return 0
     print("atlas-jax: the answer was broken off: the model's logits were not finite", file=sys.stderr)
     return 1
+
+
+def draft_count(text: str) -> int | str:
+    """Of --drafts."""
+    if text != "auto" and not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"must be an integer or auto, got {text[:20]!r}")
+    return text if text == "auto" else int(text)
 
 
 def read_ids(option: str, text: str) -> list[int]:

@@ -9,7 +9,7 @@ import reprlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from atlas_jax.cache.prefix import Lease
 from atlas_jax.cache.stats import CacheStats, Reuse
 from atlas_jax.completion import Answer, Completion, Delta, Timings
 from atlas_jax.config import ModelConfig, RunConfig
-from atlas_jax.decode.drafters import DRAFTERS, Drafter, MtpChain, NoDrafter, drafter_named
+from atlas_jax.decode.drafters import DRAFTERS, Drafter, HybridDrafter, MtpChain, NoDrafter, drafter_named
 from atlas_jax.decode.executables import Progress
 from atlas_jax.decode.loop import Loop, Request
 from atlas_jax.decode.oracle import OracleChain
@@ -34,6 +34,7 @@ from atlas_jax.weights.presets import resolve
 
 PROMPTS = "text, a list of token ids, or a list of chat messages"
 Message = Mapping[str, Any]
+Drafts = int | Literal["auto"]
 Prompt = str | Sequence[int] | Sequence[Message] | np.ndarray | jax.Array
 
 
@@ -196,8 +197,9 @@ class Runtime:
         Args:
             prompt: text, token ids, or chat messages; or a list of these.
             **options: `drafter` (a name or a Drafter; "none" is plain decoding, None the default: "mtp" where the model has a
-                head), `drafts` (default 3), every field of `SamplingParams` (max_tokens, temperature, top_k, top_p, min_p, seed,
-                stop, …), `tools` and `enable_thinking` for chat messages, `script` (the known answer, for a ScriptedDrafter).
+                head), `drafts` (default 3; "auto" chooses the number by what it gains, up to `max_drafts`), every field of
+                `SamplingParams` (max_tokens, temperature, top_k, top_p, min_p, seed, stop, …), `tools` and `enable_thinking` for
+                chat messages, `script` (the known answer, for a ScriptedDrafter).
 
         Raises:
             RequestError: naming the option and what is allowed, before anything runs.
@@ -274,16 +276,17 @@ class Runtime:
             lease=lease,
         )
 
-    def drafting(self, options: Mapping[str, Any]) -> tuple[Drafter, int]:
+    def drafting(self, options: Mapping[str, Any]) -> tuple[Drafter, Drafts]:
         """The drafter and the number of drafts that `options` of `generate` ask for. Raises RequestError."""
         drafter: Any = options.get("drafter")
         drafter = self.default_drafter if drafter is None else drafter
         drafter = drafter_named(drafter) if isinstance(drafter, str) else drafter
         if isinstance(drafter, MtpChain):
             drafter = dataclasses.replace(drafter, refeed=self.run.refeed)
-        if isinstance(drafter, MtpChain) and not self.config.has_mtp:
+        if isinstance(drafter, (MtpChain, HybridDrafter)) and not self.config.has_mtp:
             raise RequestError(
-                "drafter 'mtp' needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'none'"
+                f"drafter {drafter.name!r} needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'lookup' or "
+                "'none'"
             )
         functions = (getattr(drafter, name, None) for name in ("init", "propose"))
         named = isinstance(getattr(drafter, "name", None), str) and not isinstance(drafter, type)
@@ -299,13 +302,16 @@ class Runtime:
         drafts = options.get("drafts")
         if drafts is None:
             drafts = 0 if isinstance(drafter, NoDrafter) else min(3, self.run.max_drafts)
+        if isinstance(drafts, str) and drafts == "auto":
+            return cast(Drafter, drafter), 0 if isinstance(drafter, NoDrafter) else "auto"
         if (
             isinstance(drafts, bool)
             or not isinstance(drafts, (int, np.integer))
             or not 0 <= drafts <= self.run.max_drafts
         ):
             raise RequestError(
-                f"drafts must be an integer in 0 … {self.run.max_drafts} (load with a larger max_drafts for more), got {drafts!r}"
+                f"drafts must be 'auto' or an integer in 0 … {self.run.max_drafts} (load with a larger max_drafts for more), "
+                f"got {drafts!r}"
             )
         if isinstance(drafter, OracleChain):
             self._check_oracle(drafter, int(drafts), options)
@@ -337,7 +343,7 @@ class Runtime:
         drafter, drafts = self.drafting(options)
         return self._decode(requests, drafter, drafts)
 
-    def _decode(self, requests: list[Request], drafter: Drafter, drafts: int) -> Iterator[tuple[int, Delta]]:
+    def _decode(self, requests: list[Request], drafter: Drafter, drafts: Drafts) -> Iterator[tuple[int, Delta]]:
         with self._turn():
             answers = [Answer(self.tokenizer, r.params) for r in requests]
             logged = [r.params.top_logprobs for r in requests if r.params.logprobs]

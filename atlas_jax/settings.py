@@ -22,6 +22,13 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+def cost_folder() -> Path | None:
+    """Where measured costs are kept: beside the compilation cache; None if that is off."""
+    enable_compilation_cache()
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder).parent / "costs" if folder else None
+
+
 def compiler_options(row_group: int) -> dict[str, str]:
     """XLA options of every executable of ours.
 

@@ -18,7 +18,7 @@ from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.hybrid import HybridDrafter
 from atlas_jax.decode.lookup import LookupDrafter
 from atlas_jax.decode.mtp import MtpChain
-from atlas_jax.decode.protocol import DraftContext, Drafter, Proposal, Taught
+from atlas_jax.decode.protocol import DraftContext, Drafter, Proposal
 from atlas_jax.errors import RequestError
 from atlas_jax.shapes import Array
 from atlas_jax.state import TargetState

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,17 @@ import numpy as np
 from atlas_jax.cache.prefix import Lease, PrefixCache, Sequence
 from atlas_jax.cache.stats import Reuse
 from atlas_jax.config import ModelConfig, RunConfig
-from atlas_jax.decode.drafters import Drafter, Taught
+from atlas_jax.costs import nearest, read_table, table_path
+from atlas_jax.decode.drafters import Drafter
 from atlas_jax.decode.executables import Executables, Progress
 from atlas_jax.decode.probes import Fingerprints
+from atlas_jax.decode.k_policy import AutoK, FixedK, KPolicy, Memory, Outcome, Rates
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.state import ERROR, FINISH_REASONS, RUNNING, DecodeState, init_decode, request_values
 from atlas_jax.metrics import Acceptance
 from atlas_jax.models import HybridModel
 
+AUTO_ROWS = (1, 2, 4, 8, 16)  # and the most there are room for; each is an executable
 PREFILL_SIZES = (16, 64)  # executables for the last, partial chunk of a prompt, beside that of whole chunks
 
 
@@ -65,6 +68,7 @@ class Loop:
         self._state: DecodeState | None = None
         self.cache = PrefixCache(config, run, self.executables)
         self.reuse: list[Reuse] = []  # of the last batch's requests
+        self._memories: dict[tuple[Drafter, int], Memory] = {}
         self.dispatches = 0
         self.read_s = 0.0  # spent on turning what dispatches emitted into steps
 
@@ -72,11 +76,13 @@ class Loop:
         self,
         requests: list[Request],
         drafter: Drafter,
-        drafts: int,
+        drafts: int | Literal["auto"] | KPolicy,
         n_top: int | None,
         cut: Callable[[int, list[int]], int | None],
     ) -> Generator[Step, None, None]:
         """Decodes up to `run.slots` requests together, yielding tokens as they arrive.
+
+        `drafts` are those of every round; "auto" chooses their number between dispatches (see `k_policy`).
 
         `cut(index, token_ids)` sees each round's tokens of a request with stop strings before they are yielded and returns
         how many of them the answer keeps if it ends there.
@@ -88,8 +94,9 @@ class Loop:
         sequences: list[Sequence] = []
         failed: set[int] = set()
         try:
-            state = self._open(state, requests, known, sequences, drafter, drafts, n_top, slots)
-            for latest, steps in self._rounds(state, requests, drafter, drafts, n_top, slots, cut):
+            policy = self._policy(drafter, drafts, requests, slots.size)
+            state = self._open(state, requests, known, sequences, drafter, policy, n_top, slots)
+            for latest, steps in self._rounds(state, requests, drafter, policy, n_top, slots, cut):
                 self._state = latest
                 failed |= {step.index for step in steps if step.finish_reason == FINISH_REASONS[ERROR]}
                 yield from steps
@@ -177,7 +184,7 @@ class Loop:
         known: list[np.ndarray | None],
         sequences: list[Sequence],
         drafter: Drafter,
-        drafts: int,
+        policy: KPolicy,
         n_top: int | None,
         slots: np.ndarray,
     ) -> DecodeState:
@@ -185,7 +192,8 @@ class Loop:
 
         `sequences` takes those admitted.
         """
-        self.executables.dispatch(drafter, drafts + 1, n_top, self.params, state, jnp.asarray(slots))
+        for rows in policy.rows:
+            self.executables.dispatch(drafter, rows, n_top, self.params, state, jnp.asarray(slots))
         if any(r.params.stop for r in requests):
             self.executables.cut(state)
         self.reuse = []
@@ -222,27 +230,39 @@ class Loop:
         state: DecodeState,
         requests: list[Request],
         drafter: Drafter,
-        drafts: int,
+        policy: KPolicy,
         n_top: int | None,
         slots: np.ndarray,
         cut: Any,
     ) -> Iterator[tuple[DecodeState, list[Step]]]:
-        run_rounds = self.executables.dispatch(drafter, drafts + 1, n_top, self.params, state, jnp.asarray(slots))
         # A stop string is found on the host, which may then have to take back part of the last round: no round may follow it.
         eager = any(r.params.stop for r in requests)
         depth, rounds = (1, 1) if eager else (2, self.run.rounds_per_dispatch)
         finished = [False] * len(requests)
         on_device = jnp.asarray(slots)
+        run_rounds = {
+            rows: self.executables.dispatch(drafter, rows, n_top, self.params, state, on_device) for rows in policy.rows
+        }
         flying: collections.deque[Any] = collections.deque()
-        count = jnp.int32(1)  # the first round alone: the first token need not wait for the others
+        limit = 1  # the first round alone: the first token need not wait for the others
+        free_at = 0.0  # when the device had done all before
         while not all(finished):
             while len(flying) < depth:
-                state, emitted, finish = run_rounds(self.params, state, on_device, count)
+                rows, most = policy.choose()
+                count = jnp.int32(min(limit, most or rounds))
+                launched = time.perf_counter()
+                state, emitted, finish = run_rounds[rows](self.params, state, on_device, count)
                 self.dispatches += 1
-                flying.append((emitted, finish))
-                count = jnp.int32(rounds)
-            emitted, finish = jax.device_get(flying.popleft())
+                flying.append((rows, launched, emitted, finish))
+                limit = rounds
+            rows, launched, *results = flying.popleft()
+            asked = time.perf_counter()
+            emitted, finish = jax.device_get(results)
             began = time.perf_counter()
+            taken = began - max(launched, free_at)
+            # A host that found the results ready does not know when they were.
+            policy.observe(_outcome(rows, emitted, len(requests), taken if began - asked > 0.2 * taken else None))
+            free_at = began
             steps: list[Step] = []
             for i, request in enumerate(requests):
                 if finished[i]:
@@ -255,6 +275,24 @@ class Loop:
                     steps.append(step)
             self.read_s += time.perf_counter() - began
             yield state, steps
+
+    def _policy(
+        self, drafter: Drafter, drafts: int | Literal["auto"] | KPolicy, requests: list[Request], batch: int
+    ) -> KPolicy:
+        if isinstance(drafts, int):
+            return FixedK((drafts + 1,))
+        if drafts != "auto":
+            return drafts
+        most, context = self.run.max_rows, max(r.prompt.size for r in requests)
+        rows = sorted({k for k in AUTO_ROWS if k <= most} | {most})
+        memory = self._memories.get((drafter, batch))
+        if memory is None:
+            cost = nearest(read_table(table_path(self.config, self.run, self.params)), context, batch)
+            chain = getattr(drafter, "chain", most) if getattr(drafter, "feeds", True) else 0
+            times = {k: cost.round_s(k, chain) for k in rows} if cost else {}
+            memory = Memory(Rates(most - 1), expected_s={k: s for k, s in times.items() if s is not None})
+            self._memories[drafter, batch] = memory
+        return AutoK(rows, len(requests), memory)
 
     def _read(self, i: int, request: Request, emitted: Any, finish: int, cut: Any) -> tuple[Step, int | None]:
         """One request's part of a dispatch; also how many of its tokens a stop string leaves, if one was found."""
@@ -279,3 +317,9 @@ class Loop:
 def _is_whole(state: DecodeState) -> bool:
     """Whether no step has consumed the state's arrays."""
     return not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def _outcome(rows: int, emitted: Any, sequences: int, seconds: float | None) -> Outcome:
+    ran = int((emitted.n_rows > 0).any(1).sum())
+    n_rows, source, counts = (x[:ran, :sequences] for x in (emitted.n_rows, emitted.source, emitted.counts))
+    return Outcome(rows, n_rows, source, counts, seconds / ran if seconds and ran else None)

@@ -26,6 +26,8 @@ class Emitted(NamedTuple):
 
     tokens: Int[Array, "rounds B K"]
     counts: Int[Array, "rounds B"]
+    n_rows: Int[Array, "rounds B"]  # verified; 0 where a sequence did not run
+    source: Int[Array, "rounds B"]  # of the first draft, a member of `Source`
     logprobs: Float[Array, "rounds B K"]  # zero-width where none were asked for
     top_logprobs: Float[Array, "rounds B K n"]
     top_ids: Int[Array, "rounds B K n"]
@@ -194,7 +196,7 @@ def run_round(
     if proposal is not None:
         target, drafter_state = proposal.target, proposal.state
         tokens = jnp.concatenate([last, proposal.tokens], axis=1)
-        n_rows, source = 1 + proposal.count, proposal.source
+        n_rows, source = 1 + proposal.count, jnp.asarray(proposal.source)
     room = jnp.minimum(state.remaining[slots], target.capacity - length)
     n_rows = jnp.where(running, jnp.minimum(n_rows, room), 0)
 
@@ -234,7 +236,8 @@ def run_round(
         drafter=drafter_state,
         probe=probe,
     )
-    return state, (picks, n, *_log_probabilities(logits, picks, n_rows, n_top, model.row_group))
+    first = jnp.where(n_rows > 1, source[:, 0], Source.PLAIN) if K > 1 else jnp.zeros_like(n_rows)
+    return state, (picks, n, n_rows, first, *_log_probabilities(logits, picks, n_rows, n_top, model.row_group))
 
 
 def _log_probabilities(
