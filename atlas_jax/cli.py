@@ -1,4 +1,4 @@
-"""The command line: generate, chat, demo, inspect, replay, experiment.
+"""The command line: generate, chat, demo, inspect, bench, replay, experiment.
 
 stdout carries the answer alone; progress and errors go to stderr. JAX is imported once the arguments make sense.
 """
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from atlas_jax import bench_command
 from atlas_jax.config import DRAFTER_CONTEXTS
 from atlas_jax.errors import AtlasError, RequestError
 from atlas_jax.experiment import command as experiment_command
@@ -85,6 +86,16 @@ def parser() -> Parser:
     inspect.add_argument("model", metavar="MODEL", help=MODEL)
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(run=run_inspect)
+
+    bench = commands.add_parser("bench", help="measure this machine", description="Measure this machine.")
+    benches = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK", parser_class=Parser)
+    cost = benches.add_parser(
+        "verify-cost",
+        help="what a verify takes by its rows",
+        description="Time verifies by their rows, beside what memory allows; drafts=auto goes by the table that this keeps.",
+    )
+    bench_command.add_options(cost)
+    cost.set_defaults(run=bench_command.run)
 
     replay = commands.add_parser(
         "replay",

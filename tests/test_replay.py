@@ -148,6 +148,26 @@ def test_the_hybrid_asks_mtp_where_nothing_matches():
         simulate(Policy("hybrid", True, True), turns)
 
 
+def test_the_learned_hybrid_gives_lookup_up_where_it_misleads_and_keeps_it_where_it_serves():
+    learned = policies([], [], mtp=True, drafts=6)[-2]
+    assert learned.learned and not learned.extend
+    (copied,) = simulate(learned, turns_of((PROMPT, PROMPT * 9)), DrawnMtp([0.5]))
+    assert sum(step.source == "lookup" for step in copied) >= 0.8 * len(copied)
+    teasing = [token for i in range(60) for token in (*range(1, 5), 100 + i)]  # five tokens in, every copy goes wrong
+    (teased,) = simulate(learned, turns_of((PROMPT, teasing)), DrawnMtp([1.0, 1.0, 1.0]))
+    late = teased[len(teased) // 2 :]
+    assert sum(step.source == "lookup" and step.accepted == 0 for step in late) == 0
+
+
+def test_an_extended_chain_goes_on_where_the_text_was_seen():
+    learned, extended = policies([], [], mtp=True, drafts=9)[-2:]
+    turns = turns_of((PROMPT, [50, *PROMPT, 51, 52, 53]), drafts=9)
+    for policy, longest in ((learned, 3), (extended, 8)):
+        (rounds,) = simulate(policy, turns, DrawnMtp([1.0, 1.0, 1.0]))
+        assert max(step.accepted for step in rounds if step.source == "mtp") == longest
+        assert sum(step.emitted for step in rounds) == len(turns[0])
+
+
 @pytest.mark.parametrize("chances", ([], [1.5], [float("nan")]))
 def test_probabilities_are_checked(chances):
     with pytest.raises(RequestError, match="probability"):

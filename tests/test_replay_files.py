@@ -142,7 +142,7 @@ def test_the_command_prints_json_and_traces(talk, replay, tmp_path):
     code, out, _ = replay(talk, "--tokenizer", "tiny-agent", "--json", "--mtp", "0.7", "--write-trace", trace)
     found = json.loads(out)
     names = [policy["name"] for policy in found["policies"]]
-    assert code == 0 and found["turns"] == 3 and found["conversations"] == 2 and len(set(names)) == len(names) == 14
+    assert code == 0 and found["turns"] == 3 and found["conversations"] == 2 and len(set(names)) == len(names) == 16
     assert found["policies"][0]["tokens_per_step"] == 1.0 and found["setting"]["mtp"] == "0.7"
     assert found["policies"][2]["lookup_share"] > 0.2
     code, out, _ = replay(talk, "--tokenizer", "tiny-agent", "--json", "--mtp-trace", trace, "--accepted", "1")

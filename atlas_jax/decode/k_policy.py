@@ -18,6 +18,7 @@ PRIOR = 0.6  # acceptance that is expected at a place of which nothing is known
 PRIOR_ROUNDS = 2.0  # rounds that an expectation counts for
 DECAY = 0.97  # of what was counted, a round
 HYSTERESIS = 1.05  # another number of rows must promise this much more
+LEAVING = 1.01  # and plain decoding this much
 TRIAL_ROUNDS = 2  # of a dispatch that tries another number of rows
 FIRST_PROBE, LAST_PROBE = 256, 4096  # tokens of plain decoding between two trials of drafting; each failure doubles it
 SMOOTHING = 0.3  # weight of a new time
@@ -73,12 +74,14 @@ class Rates:
         self.reached, self.accepted = np.zeros((2, len(Source), places))
         self.prior = prior
 
-    def add(self, rows: int, source: int, accepted: int) -> None:
+    def add(self, rows: int, rounds: Sequence[tuple[int, int]]) -> None:
+        """Takes in rounds of `rows` rows, each with its source and the drafts it accepted."""
         for counts in (self.rounds, self.reached, self.accepted):
-            counts *= DECAY
-        self.rounds[source] += 1
-        self.reached[source, : min(accepted + 1, rows - 1)] += 1
-        self.accepted[source, :accepted] += 1
+            counts *= DECAY ** len(rounds)
+        for source, accepted in rounds:
+            self.rounds[source] += 1
+            self.reached[source, : min(accepted + 1, rows - 1)] += 1
+            self.accepted[source, :accepted] += 1
 
     def shares(self) -> np.ndarray:
         """Of rounds, by source."""
@@ -146,15 +149,16 @@ class AutoK:
         self._current = memory.rows if memory.rows in self.rows else None
         self._settled = True  # the current number of rows has been observed
         self._plain_tokens = 0
+        self._speeds: dict[int, float] = {}  # as of the last rounds with drafts
 
     def choose(self) -> tuple[int, int | None]:
         if self._untried:
             return self._untried.pop(0), TRIAL_ROUNDS
-        speeds = self.speeds()
+        speeds = self._speeds = self._speeds or self.speeds()
         best = max(self.rows, key=speeds.__getitem__)
         if self._current is None:
             self._current = best
-        elif self._settled and speeds[best] > HYSTERESIS * speeds[self._current]:
+        elif self._settled and speeds[best] > (HYSTERESIS if best > 1 else LEAVING) * speeds[self._current]:
             self._current, self._settled = best, False
             if best > 1:
                 self.memory.gap = FIRST_PROBE
@@ -173,18 +177,15 @@ class AutoK:
 
     def observe(self, outcome: Outcome) -> None:
         for b, rates in enumerate(self._rates):
-            for rows, source, emitted in zip(
-                outcome.n_rows[:, b].tolist(),
-                outcome.source[:, b].tolist(),
-                outcome.emitted[:, b].tolist(),
-                strict=True,
-            ):
-                self._running[b] = rows > 0
-                if rows and emitted and outcome.rows > 1:
-                    rates.add(outcome.rows, source, emitted - 1)
-                    self.memory.rates.add(outcome.rows, source, emitted - 1)
-                elif rows:
-                    self._plain_tokens += emitted
+            emitted = outcome.emitted[:, b]
+            self._running[b] = bool(outcome.n_rows.shape[0] and outcome.n_rows[-1, b] > 0)
+            if outcome.rows == 1:
+                self._plain_tokens += int(emitted.sum())
+                continue
+            rounds = [(s, n - 1) for s, n in zip(outcome.source[:, b].tolist(), emitted.tolist(), strict=True) if n]
+            rates.add(outcome.rows, rounds)
+            self.memory.rates.add(outcome.rows, rounds)
+            self._speeds = {}
         if outcome.round_s is not None:
             self.memory.time(outcome.rows, outcome.round_s)
         self._settled |= outcome.rows == self._current

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 trace = stack.enter_context(open(args.write_trace, "w", encoding="utf-8"))
             except OSError as error:
                 raise RequestError(f"--write-trace {args.write_trace}: {error.strerror or error}") from None
-        for policy in simulate.policies(accepted, matches, mtp is not None):
+        for policy in simulate.policies(accepted, matches, mtp is not None, config.drafts):
             rounds = simulate.simulate(policy, turns, mtp)
             results.append(report.summarise(policy, rounds, cost))
             if trace is not None:

@@ -9,6 +9,10 @@ With a threshold T, a lookup round that accepts fewer than T drafts counts as wh
 MTP, or a plain step of one token, after which lookup is tried again at the next position. No policy can know that in
 advance: T >= 1 is what choosing perfectly would give. A policy with `min_match` instead knows the match length alone.
 
+The learned hybrid is the runtime's (`decode.hybrid`): each answer starts with the same expectations, and every round takes the
+source that promises more, by `decode.arbitration`. Extended, lookup goes on where a chain of MTP ends; drafts that it would add
+behind a wrong chain are not counted as drafted.
+
 Tokens from lookup are accepted drafts of lookup rounds; the token that each round emits besides is the target's own.
 """
 
@@ -21,11 +25,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from atlas_jax.decode import arbitration as arb
 from atlas_jax.errors import RequestError
 from atlas_jax.replay.lookup import LookupConfig, LookupIndex
 from atlas_jax.replay.transcripts import Transcript
 
 PLAIN, LOOKUP, MTP = SOURCES = ("plain", "lookup", "mtp")
+LEARNED = ("learned", "extended")  # what the learned hybrids are called
 
 
 class Round(NamedTuple):
@@ -138,6 +144,8 @@ class Policy:
         lookup, mtp: which sources it has; where both are, lookup goes first.
         threshold: lookup rounds that accept fewer drafts do not count (see the module); 0: all count.
         min_match: lookup is tried only with a match of this length.
+        learned: who drafts is decided as the runtime's hybrid decides, up to `drafts` drafts of lookup.
+        extend: and lookup may go on where MTP's drafts end.
     """
 
     name: str
@@ -145,15 +153,22 @@ class Policy:
     mtp: bool = False
     threshold: int = 0
     min_match: int = 1
+    learned: bool = False
+    extend: bool = False
+    drafts: int = 0
 
 
-def policies(thresholds: Sequence[int], min_matches: Sequence[int], mtp: bool) -> list[Policy]:
-    """Plain decoding, lookup, and with `mtp` MTP and the hybrid: by threshold, then by the match length asked for."""
+def policies(thresholds: Sequence[int], min_matches: Sequence[int], mtp: bool, drafts: int = 6) -> list[Policy]:
+    """Plain decoding, lookup, and with `mtp` MTP and the hybrid: by threshold, by the match length asked for, and as learned."""
     out = [Policy("plain"), *([Policy(MTP, mtp=True)] if mtp else [])]
     for hybrid in (False, True) if mtp else (False,):
         name = "hybrid" if hybrid else LOOKUP
         out += [Policy(f"{name}, accepted >= {t}", True, hybrid, threshold=t) for t in thresholds]
         out += [Policy(f"{name}, match >= {m}", True, hybrid, min_match=m) for m in min_matches]
+    if mtp:
+        out += [
+            Policy(f"hybrid, {how}", True, True, 0, arb.MIN_MATCH, True, how == "extended", drafts) for how in LEARNED
+        ]
     return out
 
 
@@ -169,6 +184,10 @@ def simulate(policy: Policy, turns: Sequence[Turn], mtp: Mtp | None = None) -> l
     out = []
     for number, turn in enumerate(turns):
         rounds, place = [], 0
+        if policy.learned:
+            assert guess is not None and mtp is not None
+            out.append(_learned(policy, turn, lambda place, n=number: guess(n, place), mtp.drafts))
+            continue
         while place < len(turn):
             left = len(turn) - place
             accepted = turn.accepted[place]
@@ -182,3 +201,38 @@ def simulate(policy: Policy, turns: Sequence[Turn], mtp: Mtp | None = None) -> l
             place += rounds[-1].emitted
         out.append(rounds)
     return out
+
+
+def _learned(policy: Policy, turn: Turn, guess: Callable[[int], int], chain: int) -> list[Round]:
+    """One answer by the runtime's hybrid, whose chains of MTP have `chain` drafts."""
+    counts = np.zeros((arb.KINDS, 4))
+    rates = lambda kind: arb.rates(tuple(counts[kind].tolist()), arb.FIRST[kind], arb.LATER[kind])  # noqa: E731
+    least = arb.LEAST["gpu"]
+    rounds, place = [], 0
+    while place < len(turn):
+        left, match = len(turn) - place, turn.match[place]
+        kind = arb.kind(match)
+        looked = max(arb.worth(*rates(max(kind, 0)), policy.drafts, least), 1)
+        promised, head = arb.tokens(*rates(max(kind, 0)), looked), arb.tokens(*rates(arb.MTP), chain)
+        if match >= policy.min_match and arb.prefer_lookup(promised, head, chain):
+            drafted = min(looked, turn.drafted[place])
+            step = Round(LOOKUP, drafted, min(turn.accepted[place], drafted), 0)
+        else:
+            drafted, accepted, end = chain, min(guess(place), left), place + chain
+            if policy.extend and accepted == chain and end < len(turn) and turn.match[end] >= policy.min_match:
+                first, later = rates(arb.MTP)
+                room, after = max(policy.drafts - chain, 0), rates(arb.kind(turn.match[end]))
+                more = min(arb.worth(*after, room, least, first * later ** (chain - 1)), turn.drafted[end])
+                drafted, accepted = chain + more, chain + min(turn.accepted[end], more)
+            step = Round(MTP, drafted, accepted, 0)
+        emitted = min(step.accepted + 1, left)
+        rounds.append(step._replace(emitted=emitted))
+        if kind >= 0:
+            told = min(emitted, policy.drafts)
+            agreed = min(turn.accepted[place], told)
+            counts[kind] = arb.learn(counts[kind], arb.outcome(agreed, agreed < told))
+        if step.source == MTP:
+            right = min(emitted - 1, chain)
+            counts[arb.MTP] = arb.learn(counts[arb.MTP], arb.outcome(right, right < chain))
+        place += emitted
+    return rounds
