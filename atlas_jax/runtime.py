@@ -302,7 +302,7 @@ class Runtime:
         drafts = options.get("drafts")
         if drafts is None:
             drafts = 0 if isinstance(drafter, NoDrafter) else min(3, self.run.max_drafts)
-        if isinstance(drafts, str) and drafts == "auto":
+        if isinstance(drafts, str) and drafts == "auto" and not isinstance(drafter, OracleChain):
             return cast(Drafter, drafter), 0 if isinstance(drafter, NoDrafter) else "auto"
         if (
             isinstance(drafts, bool)

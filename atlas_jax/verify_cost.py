@@ -94,7 +94,10 @@ class _Timer:
         self.slots[:batch] = 1 + np.arange(batch)
         requests = [Request(prompt, params) for prompt in prompts]
         state = self.loop._take_state(RandomRows())
-        self.state = self.loop._open(state, requests, RandomRows(), FixedK((1,)), None, self.slots)
+        self._sequences: list[Any] = []
+        known = [None] * batch
+        args = (known, self._sequences, RandomRows(), FixedK((1,)), None, self.slots)
+        self.state = self.loop._open(state, requests, *args)
         integers = self.state.target.base, self.state.target.length, self.state.remaining, self.state.feed_count
         self._start = jax.device_get(integers)
 
@@ -123,6 +126,8 @@ class _Timer:
 
     def close(self) -> None:
         self.loop._state = dataclasses.replace(self.state, drafter=())
+        for sequence in self._sequences:
+            self.loop.cache.close(sequence, failed_in=None)
 
 
 def moved_bytes(runtime: Runtime, rows: int, context: int, batch: int) -> int:

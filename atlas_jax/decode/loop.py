@@ -16,10 +16,10 @@ from atlas_jax.cache.prefix import Lease, PrefixCache, Sequence
 from atlas_jax.cache.stats import Reuse
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.costs import nearest, read_table, table_path
-from atlas_jax.decode.drafters import Drafter
 from atlas_jax.decode.executables import Executables, Progress
 from atlas_jax.decode.k_policy import AutoK, FixedK, KPolicy, Memory, Outcome, Rates
 from atlas_jax.decode.probes import Fingerprints
+from atlas_jax.decode.protocol import Drafter, Taught
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.state import ERROR, FINISH_REASONS, RUNNING, DecodeState, init_decode, request_values
 from atlas_jax.metrics import Acceptance
