@@ -95,7 +95,7 @@ class _Timer:
         requests = [Request(prompt, params) for prompt in prompts]
         state = self.loop._take_state(RandomRows())
         self._sequences: list[Any] = []
-        known = [None] * batch
+        known: list[np.ndarray | None] = [None] * batch
         args = (known, self._sequences, RandomRows(), FixedK((1,)), None, self.slots)
         self.state = self.loop._open(state, requests, *args)
         integers = self.state.target.base, self.state.target.length, self.state.remaining, self.state.feed_count
