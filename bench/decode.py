@@ -1,6 +1,6 @@
 """Decoding of tiny-agent on this machine: compile time, time to first token, time a token by draft length, host share, context.
 
-    python bench/decode.py [--turns N] [--tokens N] [--skip-compile]
+    python bench/decode.py [--turns N] [--tokens N] [--repeats N] [--skip-compile] [--prefill-only]
 
 Speculation is compared with plain decoding compiled for single rows (`row_group=1`), not only with the padded executable.
 The conversations were kept out of tiny-agent's training (tau-bench, MIT licence; see atlas_jax/data/README.md).
@@ -9,6 +9,7 @@ The conversations were kept out of tiny-agent's training (tau-bench, MIT licence
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import subprocess
@@ -93,7 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Decoding of tiny-agent on this machine.")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5, help="of each time to first token")
     parser.add_argument("--skip-compile", action="store_true")
+    parser.add_argument("--prefill-only", action="store_true", help="stop after the times to first token")
     args = parser.parse_args()
     console = Console(width=110)
     console.print(
@@ -105,17 +108,22 @@ def main() -> None:
         console.print(f"compiling plain and speculative decoding: {cold:.1f} s cold, {warm:.1f} s with a filled cache")
 
     runtime = atlas_jax.load(MODEL, max_length=4352, max_drafts=8, prefix_cache=False)
-    single = atlas_jax.load(MODEL, max_length=4352, max_drafts=0, row_group=1, prefix_cache=False)
-
     table = Table(title="Time to first token")
-    for name in ("prompt tokens", "ms", "ms a prompt token"):
+    for name in ("prompt tokens", "ms", "ms a prompt token", "added by the drafter's rows"):
         table.add_column(name, justify="right")
     text = runtime.encode(turns(1)[0]).tolist()
+    blind = dataclasses.replace(runtime.run, drafter_context="blind")
+    sides = [runtime, atlas_jax.Runtime(runtime.config, blind, runtime.params)]
     for count in (128, 1024, 4096):
         prompt = (text * (count // len(text) + 1))[:count]
-        ttft = median([runtime.generate(prompt, max_tokens=1, drafter="none").timings.ttft_ms for _ in range(4)][1:])
-        table.add_row(str(count), f"{ttft:.0f}", f"{ttft / count:.3f}")
+        asked = lambda r, prompt=prompt: r.generate(prompt, max_tokens=1, drafter="none").timings.ttft_ms  # noqa: E731
+        ttft, without = map(median, zip(*[[asked(r) for r in sides] for _ in range(args.repeats + 1)][1:], strict=True))
+        table.add_row(str(count), f"{ttft:.0f}", f"{ttft / count:.3f}", f"{ttft / without - 1:.1%}")
     console.print(table)
+    if args.prefill_only:
+        return
+
+    single = atlas_jax.load(MODEL, max_length=4352, max_drafts=0, row_group=1, prefix_cache=False)
 
     prompts = [runtime.encode(m).tolist() for m in turns(args.turns)]
     prompts = [p for p in prompts if len(p) + args.tokens <= 4352]

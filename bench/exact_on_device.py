@@ -3,7 +3,8 @@
 python bench/exact_on_device.py [MODEL] [--dtype float32|bfloat16] [--tokens N]
 
 Compares tokens and log-probabilities of speculative answers (MTP, forced accept, forced reject) with plain ones, alone and in a
-batch of four, and prints the time a token beside. Exits with 1 at the first difference.
+batch of four, and prints the time a token beside; then turns that go on from the prefix cache with the same turns read anew, what
+was drafted included. Exits with 1 at the first difference.
 """
 
 from __future__ import annotations
@@ -43,13 +44,31 @@ def main() -> None:
     together = runtime.generate(PROMPTS, drafter="mtp", drafts=3, **options)
     for got, want in zip(together, plain, strict=True):
         same(got, want, "batch of four, 3 drafts")
-    print("batch of four: equal")
+    print("batch of four: equal", flush=True)
+    warm_turns(args.model, args.dtype, options)
 
 
-def same(got: Any, want: Any, what: str) -> None:
+def warm_turns(model: str, dtype: str, options: dict[str, Any]) -> None:
+    runtime = atlas_jax.load(model, dtype=dtype, max_length=1024, page_size=64, prefill_chunk=64)
+    ids = runtime.encode(" ".join(PROMPTS) * 8).tolist()
+    turns = [ids[:length] for length in (65, 129, 200, 320, 511, 512, 513, 700, 700, 831)]
+    runtime.generate(turns[-1], **options)  # compiles
+    runtime.loop.cache.reset()
+    warm = [runtime.generate(turn, **options) for turn in turns]
+    for turn, got in zip(turns, warm, strict=True):
+        runtime.loop.cache.reset()
+        want = runtime.generate(turn, **options)
+        same(got, want, f"a turn of {len(turn)} tokens, {got.restored} of them restored", "cold run")
+        if got.acceptance.to_dict() != want.acceptance.to_dict():
+            raise SystemExit(f"a turn of {len(turn)} tokens: other drafts than in the cold run")
+        first = f"first token after {got.timings.ttft_ms:.1f} ms, cold {want.timings.ttft_ms:.1f} ms"
+        print(f"turn of {len(turn)} tokens, {got.restored} restored: equal; {first}", flush=True)
+
+
+def same(got: Any, want: Any, what: str, other: str = "plain decoding") -> None:
     for name in ("token_ids", "logprobs", "top_logprobs"):
         if getattr(got, name) != getattr(want, name):
-            raise SystemExit(f"{what}: {name} differ from plain decoding")
+            raise SystemExit(f"{what}: {name} differ from {other}")
 
 
 if __name__ == "__main__":

@@ -167,6 +167,23 @@ def test_pages_chunks_and_intervals_that_differ():
             whole(r)
 
 
+def test_experts_in_bfloat16():
+    """Rows of a chunk are sorted by expert: another way for one to depend on the others."""
+    config = dataclasses.replace(CONFIGS["moe"], layer_types=(LINEAR, FULL))
+    run = dataclasses.replace(RUN, dtype="bfloat16", max_length=96)
+    r = Runtime(config, run, params_of(config, run))
+    for length in (33, 50, 81):
+        r.loop.cache.reset()
+        want, state = r.generate(TOKENS[:length], **ASKED), settled(r)
+        for known in (16, 32, 48, 80)[: length // 16]:
+            r.loop.cache.reset()
+            r.generate(TOKENS[:known] + TOKENS[200:203], **ASKED)
+            got = r.generate(TOKENS[:length], **ASKED)
+            same(got, want)
+            assert_same(settled(r), state)
+            assert got.restored == min(known, (length - 1) // 16 * 16)
+
+
 def test_without_the_cache_the_answers_are_the_same():
     off = runtime(**OFF)
     for length in (20, 50, 50):
