@@ -117,7 +117,8 @@ def main() -> None:
     for count in (128, 1024, 4096):
         prompt = (text * (count // len(text) + 1))[:count]
         asked = lambda r, prompt=prompt: r.generate(prompt, max_tokens=1, drafter="none").timings.ttft_ms  # noqa: E731
-        ttft, without = map(median, zip(*[[asked(r) for r in sides] for _ in range(args.repeats + 1)][1:], strict=True))
+        times = [[asked(r) for r in sides] for _ in range(args.repeats + 1)][1:]  # the first compile
+        ttft, without = (median([row[side] for row in times]) for side in (0, 1))
         table.add_row(str(count), f"{ttft:.0f}", f"{ttft / count:.3f}", f"{ttft / without - 1:.1%}")
     console.print(table)
     if args.prefill_only:

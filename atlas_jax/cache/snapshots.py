@@ -45,6 +45,13 @@ class SnapshotStore:
     def on_host(self) -> int:
         return len(self._host)
 
+    def prepare(self, state: TargetState) -> None:
+        """Compiles what saving and loading need, so that nobody waits for it later."""
+        if self._pool is not None:
+            args = (state, self._pool, SCALAR, SCALAR)
+            self._compiled("save", pool.save, args, donate=1)
+            self._compiled("load", pool.load, args, donate=0)
+
     def save(self, state: TargetState, slot: int, node: Node) -> bool:
         """Keeps the slot's sequence, which must stand at the node's end, as the node's snapshot; False where there is no room."""
         row = self._make_room()
@@ -123,9 +130,12 @@ class SnapshotStore:
         self._device[node] = row
         return True
 
-    def _call(self, what: str, function: Any, args: tuple[Any, ...], donate: int | None = None) -> Any:
+    def _compiled(self, what: str, function: Any, args: tuple[Any, ...], donate: int | None = None) -> Any:
         key = (f"{what} snapshot", f"rows={self.rows}")
-        return self.executables.get(key, function, args, () if donate is None else (donate,))(*args)
+        return self.executables.get(key, function, args, () if donate is None else (donate,))
+
+    def _call(self, what: str, function: Any, args: tuple[Any, ...], donate: int | None = None) -> Any:
+        return self._compiled(what, function, args, donate)(*args)
 
     def _alike(self, saved: pool.Saved) -> bool:
         """Whether a host copy has the dtypes and the layout of a row."""

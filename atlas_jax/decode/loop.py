@@ -206,12 +206,21 @@ class Loop:
             self.reuse.append(sequence.reuse)
             restored = sequence.reuse.restored
             values = request_values(self.config, self.run, prompt, request.params, sequence.pages, restored)
+            self._compile(state, sequence)
             state = self.executables.open(state, values)(state, slot, values)
             state = self._prefill(state, sequence, i + 1)
             state = self.executables.start(state)(state, slot)
             if isinstance(drafter, Taught) and (answer := known[i]) is not None:
                 state = dataclasses.replace(state, drafter=drafter.teach(state.drafter, i + 1, answer))
         return state
+
+    def _compile(self, state: DecodeState, sequence: Sequence) -> None:
+        """Compiles what a sequence's prefill needs before any of it runs; if both overlapped, neither could be timed."""
+        self.executables.start(state)
+        if sequence.saves or sequence.base:
+            self.cache.snapshots.prepare(state.target)
+        for size in {self._padded(sequence.tokens[start:end]).size for start, end in self.cache.chunks(sequence)}:
+            self.executables.prefill(size, self.params, state)
 
     def _prefill(self, state: DecodeState, sequence: Sequence, slot: int) -> DecodeState:
         """Restores what was found of an admitted sequence and computes the rest of its prompt."""
