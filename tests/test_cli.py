@@ -105,6 +105,15 @@ def test_chat_remembers_the_conversation(fake, run, monkeypatch):
     ]
 
 
+def test_what_carries_over_is_a_setting(fake, run, monkeypatch):
+    settings = ("drafter_context", "refeed", "prefix_cache")
+    assert run(*answer("--prompt", "Hi"))[0] == 0
+    assert not set(settings) & set(fake.loaded[1])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=iter(["one\n", ""]).__next__))
+    assert run("chat", "m", "--drafter-context", "blind", "--no-refeed", "--no-prefix-cache")[0] == 0
+    assert [fake.loaded[1][name] for name in settings] == ["blind", False, False]
+
+
 def test_demo_compares_both_ways(fake, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     code, out, _ = run("demo")
@@ -149,6 +158,7 @@ def test_an_answer_that_broke_off_is_an_error(fake, run):
         (answer("--prompt", "a", "--drafts", "-1"), "drafts must be an integer in 0 … 31, got -1"),
         (answer("--prompt", "a", "--drafts", "1000000000"), "drafts"),
         (answer("--prompt", "a", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (answer("--prompt", "a", "--drafter-context", "carry"), "invalid choice: 'carry'"),
         (answer("--prompt", "a", "--stop", ""), "stop must hold strings of 1"),
         (answer("--prompt", "a", "--logprobs"), "--json"),
         (answer("--prompt", "a", "--json", "--top-logprobs", "21"), "top_logprobs must be an integer in 0 … 20"),
