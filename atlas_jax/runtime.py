@@ -137,7 +137,8 @@ class Runtime:
             tokens = self.loop.cache.pages.total * run.page_size
             cache = f"prefix cache of {tokens} tokens, {sizes.snapshots} snapshots, one in {sizes.interval} tokens"
             cache += f", {sizes.host_snapshots} on the host" if sizes.host_snapshots else ""
-        return f"{cache}; {drafter}" if self.config.has_mtp else cache
+        probes = f"; {run.probes}" if run.probes else ""
+        return f"{cache}; {drafter}{probes}" if self.config.has_mtp else cache
 
     def cache_stats(self) -> CacheStats:
         """What the prefix cache holds and has saved so far."""

@@ -161,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="tiny-agent")
     parser.add_argument("--conversations", type=pathlib.Path)
     parser.add_argument("--limit", type=int, help="conversations (default: 5)", default=5)
+    parser.add_argument("--turns", type=int, help="of a conversation, at most")
     parser.add_argument("--history", choices=("recorded", "own"), default="recorded")
     parser.add_argument("--drafter")
     parser.add_argument("--drafts", type=int, default=3)
@@ -184,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(
         f"{args.model} on {where}; {path.name}, {args.drafts} drafts, answers of up to {args.max_tokens} tokens"
     )
-    options: dict[str, Any] = dict(max_tokens=args.max_tokens, drafts=args.drafts, history=args.history)
+    options: dict[str, Any] = dict(max_tokens=args.max_tokens, turns=args.turns, drafts=args.drafts)
+    options["history"] = args.history
     options |= dict(drafter=args.drafter) if args.drafter else {}
     options |= dict(ignore_eos=True) if base.tokenizer is tokenizer else {}
     if args.soak is not None:

@@ -99,6 +99,10 @@ def test_a_shift_pairs_each_row_with_an_earlier_hidden():
     np.testing.assert_allclose(got[1:fed], np.asarray(want)[1:fed], atol=1e-3)
 
 
+def test_probes_in_force_are_said():
+    assert "shift=2" in runtime(SHIFTED).in_force and "Probes" not in runtime(OFF).in_force
+
+
 def test_probes_need_a_drafter_with_a_layer():
     headless = dataclasses.replace(CONFIG, mtp_num_hidden_layers=0)
     with pytest.raises(ConfigError, match="this model has none"):

@@ -50,6 +50,7 @@ def play(
     conversation: Conversation,
     *,
     max_tokens: int,
+    turns: int | None = None,
     history: Literal["recorded", "own"] = "recorded",
     scripts: list[tuple[int, ...]] | None = None,
     **options: Any,
@@ -60,12 +61,13 @@ def play(
 
     Args:
         max_tokens: of an answer.
+        turns: no more than these are played.
         history: what later turns find of earlier answers: the recorded one, or the model's own.
         scripts: the known answers, for drafters that draft from them.
     """
     own: list[dict[str, Any]] = []
     done = 0  # recorded messages that `own` stands for
-    for turn in conversation.turns:
+    for turn in conversation.turns[:turns]:
         messages = turn.messages
         if history == "own":
             own += turn.messages[done:]
