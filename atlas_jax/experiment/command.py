@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         for i, conversation in enumerate(conversations, 1):
             scripts = None
             for arm in arms:  # side by side, so that whatever else the machine does meets all of them
-                drafter = dict(drafter=arm.drafter) if arm.drafter else {}
+                drafter: dict[str, Any] = dict(drafter=arm.drafter) if arm.drafter else {}
                 turns = play(
                     runtimes[arm.name],
                     conversation,
