@@ -31,7 +31,7 @@ import atlas_jax
 from atlas_jax.decode.drafters import ScriptedDrafter
 from atlas_jax.experiment.conversations import HELD_OUT, HELD_OUT_TOOLS, Conversation, read_conversations
 from atlas_jax.experiment.figures import by_turn, figures
-from atlas_jax.experiment.play import Played, play
+from atlas_jax.experiment.play import Played, play, warm_up
 from atlas_jax.metrics import wilson
 from atlas_jax.runtime import Runtime
 
@@ -197,14 +197,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     sides: dict[str, list[Played]] = {"warm": [], "cold": []} if not args.no_cold else {"warm": []}
     runtimes = {"warm": base, "cold": with_setting(base, **COLD)}
     plain: dict[str, Any] = dict(drafter="none", drafts=0)
+    synthetic = {} if args.acceptance is None else dict(drafter=ScriptedDrafter(args.acceptance))
+    for name in sides:
+        drafter = dict(drafter=args.drafter) if args.drafter else {}
+        warm_up(runtimes[name], drafts=args.drafts, **drafter | synthetic)
     for conversation in conversations[: args.limit]:
         scripts = None
         if args.acceptance is not None:
             known = play(runtimes["cold"], conversation, **options | plain)
             scripts = [p.token_ids for p in known]
-            options["drafter"] = ScriptedDrafter(args.acceptance)
         for name, turns in sides.items():
-            turns += play(runtimes[name], conversation, scripts=scripts, **options)
+            turns += play(runtimes[name], conversation, scripts=scripts, **options | synthetic)
     report(console, sides)
     if "cold" in sides:
         same(sides["warm"], sides["cold"])

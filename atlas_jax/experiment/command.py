@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from atlas_jax.cli import read_objects
     from atlas_jax.experiment import arms as settings
     from atlas_jax.experiment.conversations import HELD_OUT, HELD_OUT_TOOLS, read_conversations
-    from atlas_jax.experiment.play import play
+    from atlas_jax.experiment.play import play, warm_up
     from atlas_jax.experiment.report import first_difference, show, to_dict, write
 
     arms = settings.parse_arms(args.arms)
@@ -84,10 +84,12 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
         )
         runtimes = settings.runtimes(base, arms)
+        drafters: dict[str, Any] = {arm.name: dict(drafter=arm.drafter) if arm.drafter else {} for arm in arms}
+        for name, runtime in runtimes.items():
+            warm_up(runtime, drafts=args.drafts, **drafters[name])
         for i, conversation in enumerate(conversations, 1):
             scripts = None
             for arm in arms:  # side by side, so that whatever else the machine does meets all of them
-                drafter: dict[str, Any] = dict(drafter=arm.drafter) if arm.drafter else {}
                 turns = play(
                     runtimes[arm.name],
                     conversation,
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
                     history=args.history,
                     scripts=scripts if arm.scripted else None,
                     drafts=args.drafts,
-                    **drafter,
+                    **drafters[arm.name],
                 )
                 played = list(turns)
                 results[arm.name] += played
