@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sides: dict[str, list[Played]] = {"warm": [], "cold": []} if not args.no_cold else {"warm": []}
     runtimes = {"warm": base, "cold": with_setting(base, **COLD)}
     plain: dict[str, Any] = dict(drafter="none", drafts=0)
-    synthetic = {} if args.acceptance is None else dict(drafter=ScriptedDrafter(args.acceptance))
+    synthetic: dict[str, Any] = {} if args.acceptance is None else dict(drafter=ScriptedDrafter(args.acceptance))
     for name in sides:
         drafter = dict(drafter=args.drafter) if args.drafter else {}
         warm_up(runtimes[name], drafts=args.drafts, **drafter | synthetic)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlas_jax.config import ModelConfig, RunConfig
-from atlas_jax.decode.drafters import DraftContext, MtpChain, Proposal
+from atlas_jax.decode.mtp import MtpChain
+from atlas_jax.decode.protocol import DraftContext, Proposal
 from atlas_jax.errors import RequestError
 from atlas_jax.shapes import Array
 from atlas_jax.state import TargetState
