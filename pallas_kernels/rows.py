@@ -2,9 +2,12 @@
 
 A library picks its algorithm (blocking, split of the reduction) by shape, so a row of a one-row product and the same row of a
 five-row product may differ in the last bit; and what a compiler fuses with an operation decides which products and sums it
-contracts. Here rows always pass in groups of one fixed size, and each group is an iteration of a loop whose bound is known only
-at run time: the body is compiled by itself, with the same shapes in every executable. A row's result then depends on that row
-and the weights alone.
+contracts. Here rows always pass in groups of one fixed size. A row's result then depends on that row and the weights alone.
+
+On a CPU each group is an iteration of a loop whose bound is known only at run time: the body is compiled by itself, with the same
+shapes in every executable, and groups without rows cost nothing. On a GPU, where rows that pad a group are free, the caller
+pads its rows once (`bucket`), and the groups follow one another without a loop: for one group, the program is the same line by
+line whatever the rows are.
 """
 
 from __future__ import annotations
@@ -15,6 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.registry import platform
+
+
+def bucket(rows: int, group: int) -> int:
+    """How many rows to pad `rows` to before they pass through a program of `by_row_group`s."""
+    return -(-rows // group) * group if platform() == "gpu" else rows
 
 
 def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) -> Any:
@@ -27,10 +37,14 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) 
     Returns: what `f` returns, with leading axis R again.
     """
     R = rows[0].shape[0]
+    if platform() == "gpu":
+        padded = [pad_rows(x, bucket(R, group)) for x in rows]
+        parts = [f(*(x[i : i + group] for x in padded)) for i in range(0, bucket(R, group), group)]
+        return jax.tree.map(lambda *ys: (ys[0] if len(ys) == 1 else jnp.concatenate(ys))[:R], *parts)
     # With one group more than there are rows for, a slice is never the whole: it would be simplified away, and a body that
     # does not depend on the iteration is moved out of the loop and compiled with what stands there.
     total = (-(-R // group) + 1) * group
-    padded = [jnp.pad(x, [(0, total - R)] + [(0, 0)] * (x.ndim - 1)) for x in rows]
+    padded = [pad_rows(x, total) for x in rows]
     part = lambda i: [jax.lax.dynamic_slice_in_dim(x, i * group, group) for x in padded]  # noqa: E731
     shapes = jax.eval_shape(lambda i: f(*part(i)), jnp.int32(0))
     zeros = jax.tree.map(lambda s: jnp.zeros((total, *s.shape[1:]), s.dtype), shapes)
@@ -41,6 +55,11 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) 
 
     out = jax.lax.fori_loop(0, (jnp.minimum(count, R) + group - 1) // group, body, zeros)
     return jax.tree.map(lambda y: y[:R], out)
+
+
+def pad_rows(x: Array, total: int) -> Array:
+    """Appends zeros to the leading axis, up to `total` rows."""
+    return x if x.shape[0] == total else jnp.pad(x, [(0, total - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
 
 def by_sequence(f: Callable[..., Any], *xs: Any) -> Any:

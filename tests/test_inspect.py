@@ -27,8 +27,8 @@ def test_a_checkpoint_that_loads():
 def test_state_of_a_published_shape():
     report = inspect_model("shape:qwen3.5-27b")
     assert report.state_bytes["recurrent"] == 48 * 48 * 128 * 128 * 4
-    assert report.state_bytes["convolution"] == 48 * 3 * 10240 * 2
-    assert report.state_bytes["journal"] == 48 * 8 * (4 * (16 * 128 + 48 * 128 + 48) + 2 * 10240)
+    assert report.state_bytes["convolution"] == 48 * (2 * 8 + 3) * 10240 * 2
+    assert report.state_bytes["journal"] == 48 * 2 * 8 * 4 * (16 * 128 + 48 * 128 + 48)
     assert report.state_bytes["kv_per_token"] == 17 * 2 * 4 * 256 * 2
     assert 26e9 < sum(report.parameters.values()) < 28e9 and report.stored_bytes == {}
 

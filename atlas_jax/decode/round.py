@@ -117,7 +117,7 @@ def draft_context(model: HybridModel, params: Any, state: DecodeState, slots: Ar
         hidden=jnp.zeros((slots.shape[0], model.config.hidden_size), state.feed_hidden.dtype),
         seed=state.sampler.seed[slots],
         vocab_size=model.config.vocab_size,
-        logits=lambda hidden: call(model, params, hidden, method="logits"),
+        logits=lambda hidden: call(model, params, hidden, method="draft_logits"),
         step=step,
     )
 

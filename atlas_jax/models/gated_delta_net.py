@@ -8,12 +8,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from atlas_jax.models.layers import Block, gated_rms_norm, project, scaled_normal, unit_length
+from atlas_jax.models.layers import Block, gated_rms_norm, project, scaled_normal
 from atlas_jax.shapes import Array, Float
+from pallas_kernels import gated_delta
+
+
+class Rows(NamedTuple):
+    """What a row's input projection yields, as it comes: queries, keys, values, output gate, write strength, decay."""
+
+    projected: Float[Array, "*rows width"]
+    gate: Float[Array, "*rows Hv Dv"]
 
 
 class Projected(NamedTuple):
-    """What a row's input projection yields."""
+    """A row's input projection in parts."""
 
     mixed: Float[Array, "*rows C"]  # queries, keys and values before the convolution
     gate: Float[Array, "*rows Hv Dv"]
@@ -42,24 +50,33 @@ class GatedDeltaNet(Block):
     def project(self, x: Float[Array, "*rows D"], i: int) -> Projected:
         """Input projection of layer `i`. Decay and write strength are float32 whatever the weights are."""
         c = self.config
-        out = project(x, self.in_proj[i])
-        mixed, gate, b, a = jnp.split(
+        out, gate = self.project_rows(x, i)
+        mixed, _, b, a = jnp.split(
             out, [c.conv_channels, c.conv_channels + c.value_size, out.shape[-1] - c.linear_num_value_heads], axis=-1
         )
-        gate = gate.reshape(*x.shape[:-1], c.linear_num_value_heads, c.linear_value_head_dim)
-        log_decay = -jnp.exp(self.a_log[i]) * jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[i])
-        return Projected(mixed, gate, log_decay, jnp.exp(log_decay), jax.nn.sigmoid(b).astype(jnp.float32))
+        log_decay, beta = gated_delta.gates(a, b, self.a_log[i], self.dt_bias[i])
+        return Projected(mixed, gate, log_decay, jnp.exp(log_decay), beta)
+
+    def project_rows(self, x: Float[Array, "*rows D"], i: int) -> Rows:
+        """Input projection of layer `i` for `gated_delta.step`, which takes it as it comes."""
+        c = self.config
+        out = project(x, self.in_proj[i])
+        gate = out[..., c.conv_channels : c.conv_channels + c.value_size]
+        return Rows(out, gate.reshape(*x.shape[:-1], c.linear_num_value_heads, c.linear_value_head_dim))
 
     def convolve(self, windows: Float[Array, "*rows W C"], i: int) -> tuple[Array, Array, Array]:
         """From rows' windows, oldest input first: float32 queries [..., Hk, Dk] (unit length, scaled), keys (unit length)
         and values [..., Hv, Dv]."""
         c = self.config
-        y = jnp.sum(windows.astype(jnp.float32) * self.conv[i].astype(jnp.float32), axis=-2).astype(windows.dtype)
-        y = jax.nn.silu(y).astype(jnp.float32)
-        q, k, v = jnp.split(y, [c.key_size, 2 * c.key_size], axis=-1)
-        rows = y.shape[:-1]
-        q, k = (unit_length(x.reshape(*rows, c.linear_num_key_heads, c.linear_key_head_dim)) for x in (q, k))
-        return q * c.linear_key_head_dim**-0.5, k, v.reshape(*rows, c.linear_num_value_heads, c.linear_value_head_dim)
+        keys, values = (
+            (c.linear_num_key_heads, c.linear_key_head_dim),
+            (c.linear_num_value_heads, c.linear_value_head_dim),
+        )
+        return gated_delta.convolve(windows, self.conv[i], *keys, *values)
+
+    def mixer(self) -> gated_delta.Mixer:
+        """The weights that `gated_delta.step` applies, of all layers in one array each (layout "stacked")."""
+        return gated_delta.Mixer(self.conv, self.a_log, self.dt_bias)
 
     def finish(
         self, out: Float[Array, "*rows Hv Dv"], gate: Float[Array, "*rows Hv Dv"], i: int

@@ -18,12 +18,13 @@ from atlas_jax.models.drafter import MtpDrafter
 from atlas_jax.models.feed_forward import feed_forward
 from atlas_jax.models.layers import rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
-from atlas_jax.state.slots import put
-from atlas_jax.state.snapshots import folded, settle_with, shift_window
-from atlas_jax.state.target import TargetState
+from atlas_jax.state.slots import put, put_ring
+from atlas_jax.state.snapshots import folded
+from atlas_jax.state.target import TargetState, leaves
 from pallas_kernels import gated_delta, paged_attention
 from pallas_kernels.linear import linear
-from pallas_kernels.rows import by_row_group, live_rows
+from pallas_kernels.registry import platform
+from pallas_kernels.rows import bucket, by_row_group, live_rows, pad_rows
 
 Rows = Callable[..., Any]
 FED = "fed"  # the collection in which `prefill` and `feed` leave the hiddens that the drafter's layer reads, where it is mutable
@@ -34,6 +35,14 @@ class Hidden(NamedTuple):
 
     pre_norm: Float[Array, "*rows D"]
     post_norm: Float[Array, "*rows D"]
+
+
+class Mixing(NamedTuple):
+    """How a verify runs the linear-attention layers."""
+
+    begin: Any  # what the layers carry
+    layer: Callable[[Any, Any, int], tuple[Array, Any]]  # (projections, carried, layer) -> (mixed rows, carried)
+    end: Callable[[Any], dict[str, Array]]  # carried -> the state's new leaves
 
 
 class HybridModel(nn.Module):
@@ -75,12 +84,21 @@ class HybridModel(nn.Module):
         weight = self.embedding if self.config.tie_word_embeddings else self.head
         return linear(hidden, weight, transposed=self.config.tie_word_embeddings)
 
+    def draft_logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """`logits` of few rows that need not be exact."""
+        return self.logits(pad_rows(hidden, bucket(hidden.shape[0], self.row_group)))[: hidden.shape[0]]
+
     def drafter_hidden(self, hidden: Hidden) -> Float[Array, "*rows D"]:
         """The hidden that the drafter reads (`config.mtp_hidden`)."""
         return hidden.post_norm if self.config.mtp_hidden == "post_norm" else hidden.pre_norm
 
     def final(self, x: Float[Array, "*rows D"]) -> Hidden:
         return Hidden(x, rms_norm(x, self.final_norm, self.config.rms_norm_eps))
+
+    @property
+    def _prefill_with(self) -> str | None:
+        """The kernel takes bfloat16 keys; a float32 model, which is there for comparison, keeps the plain form."""
+        return None if self.dtype == jnp.bfloat16 else "reference"
 
     def _rows(self, count: Array, f: Callable[..., Any], *xs: Array) -> Any:
         return by_row_group(f, self.row_group, count, *xs)
@@ -100,8 +118,9 @@ class HybridModel(nn.Module):
         full_mixer: Any,
         rows: Rows,
         few_rows: bool,
+        as_rows: bool = False,
     ):
-        """Runs all layers over rows; the mixers get a layer's projections and return (mixed rows, carry)."""
+        """Runs all layers over rows; the mixers get a layer's projections (in parts, or `as_rows`) and return (mixed rows, carry)."""
         eps = self.config.rms_norm_eps
         seen: dict[str, int] = {LINEAR: 0, FULL: 0}
         for layer, kind in enumerate(self.config.layer_types):
@@ -109,8 +128,10 @@ class HybridModel(nn.Module):
             block: Any = self.linear_attention if kind == LINEAR else self.attention
             args, mixer = ((x,), linear_mixer) if kind == LINEAR else ((x, positions), full_mixer)
 
-            def enter(x: Array, *rest: Array, block: Any = block, i: int = i, layer: int = layer) -> Any:
-                return block.project(rms_norm(x, self.input_norm[layer], eps), *rest, i)
+            project = block.project_rows if kind == LINEAR and as_rows else block.project
+
+            def enter(x: Array, *rest: Array, project: Any = project, i: int = i, layer: int = layer) -> Any:
+                return project(rms_norm(x, self.input_norm[layer], eps), *rest, i)
 
             def leave(x: Array, out: Array, gate: Array, block: Any = block, i: int = i, layer: int = layer) -> Array:
                 return self._after_mixer(x, block.finish(out, gate, i), layer, few_rows)
@@ -133,7 +154,7 @@ class HybridModel(nn.Module):
         def linear_mixer(p: gdn.Projected, carry: None, i: int):
             width = c.linear_conv_kernel_dim
             padded = jnp.pad(split(p.mixed), ((0, 0), (width - 1, 0), (0, 0)))
-            q, k, v = self.linear_attention.convolve(windows(padded, T, width), i)
+            q, k, v = self.linear_attention.convolve(gated_delta.sliding(padded, T, width), i)
             state = jnp.zeros(
                 (B, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32
             )
@@ -155,56 +176,87 @@ class HybridModel(nn.Module):
         """Runs up to K rows a sequence past its committed length and commits none of them.
 
         Row t of sequence b is token [b, t] at position length[b] + t; rows at and past n_rows[b] are padding. First the
-        rows that the last commit accepted are folded into `h` and `conv`, which then stand at the committed length.
+        rows that the last commit accepted are folded into `h`, which then stands at the committed length.
 
         A row count below 0, above K or beyond the slot's capacity runs no row and clears the slot's `ok`.
 
         Returns: float32 logits, the hiddens that the drafter reads, and the state with the new rows in its journal.
         """
         B, K = tokens.shape
-        h, conv = folded(state, slots)
-        state = settle_with(state, slots, h, conv)
-        start = state.base[slots]
+        start = state.length[slots]
         valid = (n_rows >= 0) & (n_rows <= K) & (start + n_rows <= state.capacity)
         n_rows = jnp.where(valid, n_rows, 0)
         position = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
         rows = functools.partial(self._rows, live_rows(n_rows, K))
-        split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
-        flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
         table = state.page_table[slots]
-        width = self.config.linear_conv_kernel_dim
-        journal: list[tuple[Array, ...]] = []
+        flat = lambda x: pad_rows(x.reshape(B * K), bucket(B * K, self.row_group))  # noqa: E731
 
-        def linear_mixer(p: gdn.Projected, pages: paged_attention.Pages, i: int):
-            mixed, decay = split(p.mixed), split(p.decay)
-            window = windows(jnp.concatenate([conv[i], mixed], axis=1), K, width)
-            q, k, v = (split(x) for x in rows(lambda w: self.linear_attention.convolve(w, i), flat(window)))
-            out, u = gated_delta.verify(h[i], q, k, v, decay, split(p.beta), n_rows)
-            journal.append((k, u, decay, mixed))
-            return flat(out), pages
+        # One kernel a layer where there is one; elsewhere the same in parts, with the fold of all layers at once.
+        fused = platform() == "gpu"
+        mixer = (self._fused if fused else self._in_parts)(state, slots, start, n_rows, K, rows)
 
-        def full_mixer(p, pages: paged_attention.Pages, i: int):
-            pages = paged_attention.write(pages, i, split(p.k), split(p.v), table, start, n_rows)
-            out = paged_attention.attend(split(p.q), pages, i, table, start, n_rows, row_group=self.row_group)
-            return flat(out), pages
+        def full_mixer(p, carry: tuple[paged_attention.Pages, Any], i: int):
+            pages, recurrent = carry
+            pages = paged_attention.write(pages, i, p.k, p.v, table, start, n_rows, K)
+            out = paged_attention.attend(p.q, pages, i, table, start, n_rows, K, row_group=self.row_group)
+            return out, (pages, recurrent)
 
-        x, pages = self._layers(
-            self.embed(flat(tokens)), flat(position), state.pages, linear_mixer, full_mixer, rows, True
+        def linear_mixer(p, carry: tuple[paged_attention.Pages, Any], i: int):
+            out, recurrent = mixer.layer(p, carry[1], i)
+            return out, (carry[0], recurrent)
+
+        carry = state.pages, mixer.begin
+        x, (pages, recurrent) = self._layers(
+            self.embed(flat(tokens)), flat(position), carry, linear_mixer, full_mixer, rows, True, fused
         )
 
         def finish(x: Array):
             hidden = self.final(x)
             return self.logits(hidden.post_norm), self.drafter_hidden(hidden)
 
-        logits, hidden = rows(finish, x)
-        names = ("journal_k", "journal_u", "journal_decay", "journal_conv")
-        written = {
-            name: put(getattr(state, name), slots, jnp.stack(x))
-            for name, x in zip(names, zip(*journal, strict=True), strict=True)
-        }
-        ok, rows_left = state.ok.at[slots].set(state.ok[slots] & valid), state.rows.at[slots].set(n_rows)
-        state = dataclasses.replace(state, pages=pages, rows=rows_left, ok=ok, **written)
-        return split(logits), split(hidden), state
+        logits, hidden = (y[: B * K].reshape(B, K, -1) for y in rows(finish, x))
+        state = dataclasses.replace(
+            state,
+            pages=pages,
+            base=state.base.at[slots].set(start),
+            pending=state.pending.at[slots].set(0),
+            rows=state.rows.at[slots].set(n_rows),
+            ok=state.ok.at[slots].set(state.ok[slots] & valid),
+            **mixer.end(recurrent),
+        )
+        return logits, hidden, state
+
+    def _fused(self, state: TargetState, slots: Array, start: Array, n_rows: Array, K: int, rows: Rows) -> Mixing:
+        """The linear-attention layers as one kernel each, in place."""
+        base, pending, weights = state.base[slots], state.pending[slots], self.linear_attention.mixer()
+
+        def layer(p: gdn.Rows, recurrent: gated_delta.Recurrent, i: int):
+            return gated_delta.step(weights, recurrent, i, slots, base, pending, n_rows, p.projected, K)
+
+        return Mixing(state.recurrent, layer, leaves)
+
+    def _in_parts(self, state: TargetState, slots: Array, start: Array, n_rows: Array, K: int, rows: Rows) -> Mixing:
+        """The same with plain operations: what is folded, and what goes into the rings, for all layers at once."""
+        B, width = slots.shape[0], self.config.linear_conv_kernel_dim
+        split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
+        flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
+        h = folded(state, slots)
+        past = gated_delta.window(state.conv, slots, start, width - 1)
+
+        def layer(p: gdn.Projected, journal: tuple[tuple[Array, ...], ...], i: int):
+            mixed, decay = split(p.mixed), split(p.decay)
+            inputs = gated_delta.sliding(jnp.concatenate([past[i], mixed], axis=1), K, width)
+            q, k, v = (split(x) for x in rows(lambda w: self.linear_attention.convolve(w, i), flat(inputs)))
+            out, u = gated_delta.verify(h[i], q, k, v, decay, split(p.beta), n_rows)
+            return flat(out), (*journal, (k, u, decay, mixed))
+
+        def end(journal: tuple[tuple[Array, ...], ...]) -> dict[str, Array]:
+            names = ("journal_k", "journal_u", "journal_decay", "conv")
+            put_all = lambda name, x: put_ring(getattr(state, name), slots, start, jnp.stack(x))  # noqa: E731
+            rings = {name: put_all(name, x) for name, x in zip(names, zip(*journal, strict=True), strict=True)}
+            return {"h": put(state.h, slots, h), **rings}
+
+        return Mixing((), layer, end)
 
     def prefill(
         self,
@@ -238,19 +290,22 @@ class HybridModel(nn.Module):
         width = c.linear_conv_kernel_dim
 
         def linear_mixer(p: gdn.Projected, s: TargetState, i: int):
-            conv = s.conv[i, slot]
-            q, k, v = self.linear_attention.convolve(windows(jnp.concatenate([conv, p.mixed])[None], T, width), i)
+            past = gated_delta.window(s.conv[i : i + 1], slot[None], start[None], width - 1)[0, 0]
+            inputs = jnp.concatenate([past, p.mixed])
+            q, k, v = self.linear_attention.convolve(gated_delta.sliding(inputs[None], T, width), i)
             log_decay, beta = (jnp.where(live[:, None], x, 0.0)[None] for x in (p.log_decay, p.beta))
-            out, h = gated_delta.prefill(s.h[i, slot][None], q, k, v, log_decay, beta)
-            s = dataclasses.replace(
-                s, h=s.h.at[i, slot].set(h[0]), conv=s.conv.at[i, slot].set(shift_window(conv, p.mixed, n))
+            out, h = gated_delta.prefill(
+                s.h[i, slot][None], q, k, v, log_decay, beta, implementation=self._prefill_with
             )
+            last = jax.lax.dynamic_slice_in_dim(inputs, n, width - 1)  # of positions before start + n
+            at = (start + n + jnp.arange(1 - width, 0)) % s.conv.shape[2]
+            s = dataclasses.replace(s, h=s.h.at[i, slot].set(h[0]), conv=s.conv.at[i, slot, at].set(last))
             return out[0], s
 
         def full_mixer(p, s: TargetState, i: int):
-            pages = paged_attention.write(s.pages, i, p.k[None], p.v[None], table, start[None], count)
-            out = paged_attention.attend(p.q[None], pages, i, table, start[None], count, row_group=T)
-            return out[0], dataclasses.replace(s, pages=pages)
+            pages = paged_attention.write(s.pages, i, p.k, p.v, table, start[None], count, T)
+            out = paged_attention.attend(p.q, pages, i, table, start[None], count, T, row_group=T)
+            return out, dataclasses.replace(s, pages=pages)
 
         x, state = self._layers(self.embed(tokens), positions, state, linear_mixer, full_mixer, at_once, False)
         hidden = self.final(x)
@@ -261,7 +316,7 @@ class HybridModel(nn.Module):
             previous = jnp.concatenate([before, fed])[:T]
             self.sow(FED, "hidden", previous)
             k, v = self.mtp.keys_values(self.embed(tokens), previous, positions)
-            pages = paged_attention.write(state.pages, c.num_full_layers, k[None], v[None], table, start[None], count)
+            pages = paged_attention.write(state.pages, c.num_full_layers, k, v, table, start[None], count, T)
             state = dataclasses.replace(state, pages=pages)
         boundary = jnp.where(n > 0, fed[jnp.maximum(n - 1, 0)], state.hidden[slot])
         state = dataclasses.replace(state, base=state.base.at[slot].add(n), hidden=state.hidden.at[slot].set(boundary))
@@ -284,16 +339,16 @@ class HybridModel(nn.Module):
         B, K = tokens.shape
         self.sow(FED, "hidden", hidden)
         rows = functools.partial(self._rows, live_rows(n_rows, K))
-        split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
-        flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
+        R = bucket(B * K, self.row_group)
+        flat = lambda x: pad_rows(x.reshape(B * K, *x.shape[2:]), R)  # noqa: E731
         positions = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
         enter = lambda t, h, at: self.mtp.enter(self.embed(t), h, at)  # noqa: E731
-        entered = jax.tree.map(split, rows(enter, flat(tokens), flat(hidden), flat(positions)))
+        entered = rows(enter, flat(tokens), flat(hidden), flat(positions))
         table, layer = state.page_table[slots], self.config.num_full_layers
-        pages = paged_attention.write(state.pages, layer, entered[1].k, entered[1].v, table, start, n_rows)
+        pages = paged_attention.write(state.pages, layer, entered[1].k, entered[1].v, table, start, n_rows, K)
         state = dataclasses.replace(state, pages=pages)
         last = jnp.maximum(n_rows - 1, 0)
-        x, p = jax.tree.map(lambda y: y[jnp.arange(B), last], entered)
+        x, p = jax.tree.map(lambda y: y[jnp.arange(B) * K + last], entered)
         first = state.drafter_start[slots]
         return self._mtp_rows(x, p, pages, table, start + last, jnp.minimum(n_rows, 1), first), state
 
@@ -312,8 +367,10 @@ class HybridModel(nn.Module):
         Returns: the drafter's normed hiddens, which the next step reads and `logits` turns into drafts, and the state.
         """
         table, layer = state.page_table[slots], self.config.num_full_layers
-        x, p = self.mtp.enter(self.embed(tokens), hidden, position)
-        pages = paged_attention.write(state.pages, layer, p.k[:, None], p.v[:, None], table, position, n_rows)
+        padded = (pad_rows(x, bucket(x.shape[0], self.row_group)) for x in (tokens, hidden, position))
+        tokens, hidden, at = padded
+        x, p = self.mtp.enter(self.embed(tokens), hidden, at)
+        pages = paged_attention.write(state.pages, layer, p.k, p.v, table, position, n_rows, 1)
         hidden = self._mtp_rows(x, p, pages, table, position, n_rows, state.drafter_start[slots])
         return hidden, dataclasses.replace(state, pages=pages)
 
@@ -321,9 +378,10 @@ class HybridModel(nn.Module):
         self, x: Array, p: Any, pages: paged_attention.Pages, table: Array, position: Array, n_rows: Array, first: Array
     ) -> Float[Array, "B D"]:
         """The drafter's normed hiddens of one entered row a sequence, whose keys and values are written."""
-        layer = self.config.num_full_layers
-        out = paged_attention.attend(p.q[:, None], pages, layer, table, position, n_rows, first=first, row_group=1)
-        return self.mtp.leave(x, out[:, 0], p.gate, few_rows=True)
+        B, layer = position.shape[0], self.config.num_full_layers
+        x, p = jax.tree.map(lambda y: pad_rows(y, bucket(B, self.row_group)), (x, p))
+        out = paged_attention.attend(p.q, pages, layer, table, position, n_rows, 1, first=first, row_group=1)
+        return self.mtp.leave(x, out, p.gate, few_rows=True)[:B]
 
 
 def call(model: HybridModel, params: Any, *args: Any, method: str, **options: Any) -> Any:
@@ -334,8 +392,3 @@ def call(model: HybridModel, params: Any, *args: Any, method: str, **options: An
 def at_once(f: Callable[..., Any], *xs: Array) -> Any:
     """Rows in one product, however many: prefill and training."""
     return f(*xs)
-
-
-def windows(x: Float[Array, "B padded C"], count: int, width: int) -> Float[Array, "B T W C"]:
-    """Sliding windows of the convolution, oldest input first."""
-    return jnp.stack([x[:, w : w + count] for w in range(width)], axis=2)

@@ -67,11 +67,6 @@ def gated_rms_norm(
     return (y.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)
 
 
-def unit_length(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """L2 normalisation with 1e-6 under the root."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
 def rotate(
     x: Float[Array, "*rows H Dh"], positions: Int[Array, "*rows"], rotary_dim: int, theta: float
 ) -> Float[Array, "*rows H Dh"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from atlas_jax.shapes import Array, Bool, Float, Int
 from atlas_jax.state.slots import put, take
 from atlas_jax.state.target import TargetState
-from pallas_kernels.gated_delta import Journal, fold
+from pallas_kernels.gated_delta import Journal, fold, window
 from pallas_kernels.paged_attention import Pages
 
 
@@ -21,44 +21,32 @@ class Snapshot:
     KV rows at and past `length` are zero."""
 
     kv: Pages  # of the slot alone, in order
-    h: Float[Array, "Lg Hv Dk Dv"]
+    h: Float[Array, "Lg Hv Dv Dk"]
     conv: Float[Array, "Lg past C"]
     hidden: Float[Array, " D"]
     length: Int[Array, ""]
     ok: Bool[Array, ""]
 
 
-def shift_window(
-    conv: Float[Array, "past C"], inputs: Float[Array, "M C"], n: Int[Array, ""]
-) -> Float[Array, "past C"]:
-    """The convolution's window after the first `n` of `inputs`."""
-    return jax.lax.dynamic_slice_in_dim(jnp.concatenate([conv, inputs]), n, conv.shape[0])
-
-
-def folded(
-    state: TargetState, slots: Int[Array, " B"]
-) -> tuple[Float[Array, "Lg B Hv Dk Dv"], Float[Array, "Lg B past C"]]:
-    """`h` and `conv` of `slots` after their committed journal rows. All layers at once: to the fold they are just more heads."""
-    pending, h = state.pending[slots], jnp.moveaxis(take(state.h, slots), 0, 1)
+def folded(state: TargetState, slots: Int[Array, " B"]) -> Float[Array, "Lg B Hv Dv Dk"]:
+    """`h` of `slots` after their committed journal rows. All layers at once: to the fold they are just more heads."""
+    h = jnp.moveaxis(take(state.h, slots), 0, 1)
     heads = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])  # noqa: E731
     journal = Journal(*(heads(take(x, slots)) for x in (state.journal_k, state.journal_u, state.journal_decay)))
-    h = fold(h.reshape(h.shape[0], -1, *h.shape[3:]), journal, pending).reshape(h.shape)
-    shift = jax.vmap(jax.vmap(shift_window), in_axes=(0, 0, None))
-    conv = shift(take(state.conv, slots), take(state.journal_conv, slots), pending)
-    return jnp.moveaxis(h, 0, 1), conv
+    h = fold(h.reshape(h.shape[0], -1, *h.shape[3:]), journal, state.base[slots], state.pending[slots]).reshape(h.shape)
+    return jnp.moveaxis(h, 0, 1)
 
 
 def settle(state: TargetState, slots: Int[Array, " B"]) -> TargetState:
-    """Folds the committed journal rows of `slots` into h and conv: base moves to the committed length, pending to 0."""
-    return settle_with(state, slots, *folded(state, slots))
+    """Folds the committed journal rows of `slots` into h: base moves to the committed length, pending to 0."""
+    return settle_with(state, slots, folded(state, slots))
 
 
-def settle_with(state: TargetState, slots: Int[Array, " B"], h: Array, conv: Array) -> TargetState:
+def settle_with(state: TargetState, slots: Int[Array, " B"], h: Array) -> TargetState:
     """`settle`, given what `folded` returned."""
     return dataclasses.replace(
         state,
         h=put(state.h, slots, h),
-        conv=put(state.conv, slots, conv),
         base=state.base.at[slots].add(state.pending[slots]),
         pending=state.pending.at[slots].set(0),
         rows=state.rows.at[slots].set(0),
@@ -75,7 +63,7 @@ def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
     return Snapshot(
         kv=Pages(jnp.where(jnp.swapaxes(live, 3, 4), kv.keys, 0), jnp.where(live, kv.values, 0)),
         h=settled.h[:, slot],
-        conv=settled.conv[:, slot],
+        conv=window(settled.conv, slot[None], length[None], settled.conv.shape[2] - 2 * settled.max_rows)[:, 0],
         hidden=settled.hidden[slot],
         length=length,
         ok=settled.ok[slot],
@@ -84,11 +72,12 @@ def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
 
 def restore(state: TargetState, slot: Int[Array, ""], saved: Snapshot) -> TargetState:
     """Makes `slot` the sequence of a snapshot taken from a state of the same shape."""
+    position = saved.length + jnp.arange(-saved.conv.shape[1], 0)
     return dataclasses.replace(
         state,
         pages=Pages(*(x.at[:, state.page_table[slot]].set(y) for x, y in zip(state.pages, saved.kv, strict=True))),
         h=state.h.at[:, slot].set(saved.h),
-        conv=state.conv.at[:, slot].set(saved.conv),
+        conv=state.conv.at[:, slot, position % state.conv.shape[2]].set(saved.conv),
         rows=state.rows.at[slot].set(0),
         base=state.base.at[slot].set(saved.length),
         pending=state.pending.at[slot].set(0),

@@ -11,6 +11,7 @@ import numpy as np
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.errors import StateError
 from atlas_jax.shapes import Array, Bool, Float, Int
+from pallas_kernels.gated_delta import Recurrent
 from pallas_kernels.paged_attention import Pages
 
 
@@ -21,16 +22,19 @@ class TargetState:
 
     A slot's committed tokens are `base + pending`. Verify leaves its rows in the journal and in KV rows past the committed
     length; until `commit` says how many of them count, they do not exist.
+
+    The journal and the convolution's inputs are rings: what belongs to position p lies at p mod N. They hold two verifies'
+    rows (and what the convolution reaches back to), so that new rows never meet the committed ones that are still to be read:
+    a kernel may read the old while other programs of it write the new.
     """
 
     pages: Pages  # KV of the full-attention layers; the drafter's layer is the last
     page_table: Int[Array, "S pages"]
-    h: Float[Array, "Lg S Hv Dk Dv"]  # float32 recurrent state at `base`
-    conv: Float[Array, "Lg S past C"]  # the last raw convolution inputs before `base`, oldest first
-    journal_k: Float[Array, "Lg S M Hk Dk"]  # the last verify's rows: S <- decay S + k u^T
-    journal_u: Float[Array, "Lg S M Hv Dv"]
-    journal_decay: Float[Array, "Lg S M Hv"]
-    journal_conv: Float[Array, "Lg S M C"]
+    h: Float[Array, "Lg S Hv Dv Dk"]  # float32 recurrent state at `base`
+    conv: Float[Array, "Lg S inputs C"]  # raw convolution inputs
+    journal_k: Float[Array, "Lg S N Hk Dk"]  # the last verify's rows: S <- decay S + k u^T
+    journal_u: Float[Array, "Lg S N Hv Dv"]
+    journal_decay: Float[Array, "Lg S N Hv"]
     rows: Int[Array, " S"]  # rows that the last verify left in the journal
     base: Int[Array, " S"]
     pending: Int[Array, " S"]
@@ -39,14 +43,30 @@ class TargetState:
     ok: Bool[Array, " S"]  # false once a slot's numbers cannot be trusted; its request ends with an error
 
     @property
+    def recurrent(self) -> Recurrent:
+        """What the linear-attention layers carry."""
+        return Recurrent(self.h, self.conv, self.journal_k, self.journal_u, self.journal_decay)
+
+    @property
     def length(self) -> Int[Array, " S"]:
         """Committed tokens a slot."""
         return self.base + self.pending
 
     @property
+    def max_rows(self) -> int:
+        """Rows of the widest verify."""
+        return self.journal_u.shape[2] // 2
+
+    @property
     def capacity(self) -> int:
         """Tokens that a slot's pages can hold."""
         return self.page_table.shape[1] * self.pages.page_size
+
+
+def leaves(recurrent: Recurrent) -> dict[str, Array]:
+    """`TargetState.recurrent` as the state's leaves."""
+    names = ("h", "conv", "journal_k", "journal_u", "journal_decay")
+    return dict(zip(names, recurrent, strict=True))
 
 
 def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetState:
@@ -55,7 +75,7 @@ def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetSta
     The page table gives each slot pages of its own. Whoever shares pages between slots, or keeps them over sequences, writes the
     slot's row of the table (`map_pages`) before each sequence.
     """
-    S, M = run.slots + 1, run.max_rows
+    S, ring = run.slots + 1, 2 * run.max_rows
     Lg, dtype = config.num_linear_layers, jnp.dtype(run.dtype)
     Hk, Dk = config.linear_num_key_heads, config.linear_key_head_dim
     Hv, Dv = config.linear_num_value_heads, config.linear_value_head_dim
@@ -71,12 +91,11 @@ def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetSta
             zeros((*pages, run.page_size, config.head_dim), dtype),
         ),
         page_table=jnp.asarray(table),
-        h=zeros((Lg, S, Hv, Dk, Dv), jnp.float32),
-        conv=zeros((Lg, S, config.linear_conv_kernel_dim - 1, config.conv_channels), dtype),
-        journal_k=zeros((Lg, S, M, Hk, Dk), jnp.float32),
-        journal_u=zeros((Lg, S, M, Hv, Dv), jnp.float32),
-        journal_decay=zeros((Lg, S, M, Hv), jnp.float32),
-        journal_conv=zeros((Lg, S, M, config.conv_channels), dtype),
+        h=zeros((Lg, S, Hv, Dv, Dk), jnp.float32),
+        conv=zeros((Lg, S, ring + config.linear_conv_kernel_dim - 1, config.conv_channels), dtype),
+        journal_k=zeros((Lg, S, ring, Hk, Dk), jnp.float32),
+        journal_u=zeros((Lg, S, ring, Hv, Dv), jnp.float32),
+        journal_decay=zeros((Lg, S, ring, Hv), jnp.float32),
         rows=zeros(S, jnp.int32),
         base=zeros(S, jnp.int32),
         pending=zeros(S, jnp.int32),
@@ -87,11 +106,11 @@ def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetSta
 
 
 def free(state: TargetState, slot: Int[Array, ""]) -> TargetState:
-    """Empties a slot for a new sequence. Old KV rows stay where they are: nothing at or past the length is ever read."""
+    """Empties a slot for a new sequence. Old KV rows, journal rows and convolution inputs stay where they are: nothing before
+    position 0 or past the length is ever read."""
     return dataclasses.replace(
         state,
         h=state.h.at[:, slot].set(0.0),
-        conv=state.conv.at[:, slot].set(0),
         rows=state.rows.at[slot].set(0),
         base=state.base.at[slot].set(0),
         pending=state.pending.at[slot].set(0),
@@ -143,7 +162,7 @@ def verify_guard(state: TargetState, slots, tokens, n_rows, vocab_size: int) -> 
     """
     slots, tokens, n_rows = np.asarray(slots), np.asarray(tokens), np.asarray(n_rows)
     check_slots(slots, state.base.shape[0])
-    widest = state.journal_u.shape[2]
+    widest = state.max_rows
     if tokens.ndim != 2 or tokens.shape[:1] != slots.shape or n_rows.shape != slots.shape:
         raise StateError(f"{slots.size} slots, but tokens {tokens.shape} and row counts {n_rows.shape}")
     if tokens.shape[1] > widest:

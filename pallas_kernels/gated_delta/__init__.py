@@ -1,3 +1,17 @@
-from pallas_kernels.gated_delta.api import Journal, fold, prefill, verify
+from pallas_kernels.gated_delta.api import fold, prefill, step, verify
+from pallas_kernels.gated_delta.forms import Journal, Mixer, Recurrent
+from pallas_kernels.gated_delta.reference import convolve, gates, sliding, window
 
-__all__ = ["Journal", "fold", "prefill", "verify"]
+__all__ = [
+    "Journal",
+    "Mixer",
+    "Recurrent",
+    "convolve",
+    "fold",
+    "gates",
+    "prefill",
+    "sliding",
+    "step",
+    "verify",
+    "window",
+]

@@ -4,42 +4,41 @@ One step, for a state S [Dk, Dv], decay g in (0, 1], write strength beta and uni
 
     u = beta (v - (g S)^T k);   S <- g S + k u^T;   o = S^T q / sqrt(Dk)
 
+A state is held as its transpose [Dv, Dk]: what a key reads of a value column then lies together.
+
 `verify` takes a few rows a sequence, one after another, and writes no state past the committed boundary: it leaves each row's
 (k, u, g) in a journal. `fold` applies the rows that were accepted. `prefill` takes a long chunk in its matrix (WY) form.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gated_delta import reference
+from pallas_kernels.gated_delta import reference, triton, triton_prefill
+from pallas_kernels.gated_delta.forms import Journal, Mixer, Recurrent
 from pallas_kernels.registry import choose
-
-
-class Journal(NamedTuple):
-    """The rank-one updates of the last verify's rows, row-major: enough to move the state without a reduction."""
-
-    k: Float[Array, "B M Hk Dk"]
-    u: Float[Array, "B M Hv Dv"]
-    decay: Float[Array, "B M Hv"]
 
 
 VERIFY = {"reference": reference.verify}
 FOLD = {"reference": reference.fold}
-PREFILL = {"reference": reference.prefill}
+PREFILL = {"reference": reference.prefill, "triton": triton_prefill.prefill}
+STEP = {"reference": reference.step, "triton": triton.step}
 
 
 def fold(
-    state: Float[Array, "B Hv Dk Dv"], journal: Journal, pending: Int[Array, " B"], *, implementation: str | None = None
-) -> Float[Array, "B Hv Dk Dv"]:
-    """Applies the first `pending` journal rows of each sequence to `state` (float32)."""
-    return choose("gated_delta.fold", FOLD, implementation, {})(state, journal, pending)
+    state: Float[Array, "B Hv Dv Dk"],
+    journal: Journal,
+    base: Int[Array, " B"],
+    pending: Int[Array, " B"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B Hv Dv Dk"]:
+    """Applies the journal rows of positions base … base + pending - 1 of each sequence to `state` (float32)."""
+    return choose("gated_delta.fold", FOLD, implementation, {})(state, journal, base, pending)
 
 
 def verify(
-    state: Float[Array, "B Hv Dk Dv"],
+    state: Float[Array, "B Hv Dv Dk"],
     q: Float[Array, "B K Hk Dk"],
     k: Float[Array, "B K Hk Dk"],
     v: Float[Array, "B K Hv Dv"],
@@ -57,7 +56,7 @@ def verify(
 
 
 def prefill(
-    state: Float[Array, "B Hv Dk Dv"],
+    state: Float[Array, "B Hv Dv Dk"],
     q: Float[Array, "B T Hk Dk"],
     k: Float[Array, "B T Hk Dk"],
     v: Float[Array, "B T Hv Dv"],
@@ -66,6 +65,32 @@ def prefill(
     *,
     chunk: int = 64,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "B Hv Dk Dv"]]:
+) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "B Hv Dv Dk"]]:
     """Runs T rows in chunks of `chunk`. A row with `log_decay = beta = 0` is padding and leaves the state as it was."""
-    return choose("gated_delta.prefill", PREFILL, implementation, {})(state, q, k, v, log_decay, beta, chunk=chunk)
+    return choose("gated_delta.prefill", PREFILL, implementation, {"gpu": "triton"})(
+        state, q, k, v, log_decay, beta, chunk=chunk
+    )
+
+
+def step(
+    mixer: Mixer,
+    state: Recurrent,
+    layer: int,
+    slots: Int[Array, " B"],
+    base: Int[Array, " B"],
+    pending: Int[Array, " B"],
+    n_rows: Int[Array, " B"],
+    projected: Float[Array, "R width"],
+    K: int,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R Hv Dv"], Recurrent]:
+    """One layer of a verify from its input projection on: convolution, gates, norms, fold of the `pending` rows, K new rows.
+
+    Row t of sequence b is `projected[b * K + t]`: queries, keys and values before the convolution, output gate, write strength,
+    decay. The state moves to base + pending and the new rows go into the rings; rows at and past `n_rows` change nothing that
+    is ever read. Returns the recurrence's float32 output, with zeros for padding rows, and the state.
+    """
+    return choose("gated_delta.step", STEP, implementation, {"gpu": "triton"})(
+        mixer, state, layer, slots, base, pending, n_rows, projected, K
+    )

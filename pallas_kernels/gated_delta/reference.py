@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.gated_delta.forms import Journal
 from pallas_kernels.rows import by_sequence
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def update(state: Array, k: Array, u: Array, decay: Array, lowest: Array) -> Array:
-    """One rank-one update, S <- g S + k u^T: state [Hv,Dk,Dv], k [Hv,Dk], u [Hv,Dv], decay [Hv].
+    """One rank-one update, S <- g S + u k^T: state [Hv,Dv,Dk], k [Hv,Dk], u [Hv,Dv], decay [Hv].
 
     `fold` repeats in one program what `verify` did in another, and the bits must agree. A compiler may contract either product
     with the sum, and chooses by what surrounds it; a maximum with `lowest` (-inf, see `minus_infinity`) rounds both first.
     """
     kept = jnp.maximum(decay[:, None, None] * state, lowest)
-    return kept + jnp.maximum(k[:, :, None] * u[:, None, :], lowest)
+    return kept + jnp.maximum(k[:, None, :] * u[:, :, None], lowest)
 
 
 def minus_infinity(count: Array) -> Array:
@@ -28,13 +29,17 @@ def minus_infinity(count: Array) -> Array:
     return -jnp.inf * (1.0 + count.astype(jnp.float32))
 
 
-def fold(state: Array, journal: Any, pending: Array) -> Array:
-    def one(state: Array, k: Array, u: Array, decay: Array, pending: Array) -> Array:
+def fold(state: Array, journal: Any, base: Array, pending: Array) -> Array:
+    def one(state: Array, k: Array, u: Array, decay: Array, base: Array, pending: Array) -> Array:
         ratio, lowest = u.shape[1] // k.shape[1], minus_infinity(pending)
-        row = lambda t, state: update(state, jnp.repeat(k[t], ratio, axis=0), u[t], decay[t], lowest)  # noqa: E731
+
+        def row(t: Array, state: Array) -> Array:
+            at = (base + t) % u.shape[0]
+            return update(state, jnp.repeat(k[at], ratio, axis=0), u[at], decay[at], lowest)
+
         return jax.lax.fori_loop(0, pending, row, state)
 
-    return by_sequence(one, state, journal.k, journal.u, journal.decay, pending)
+    return by_sequence(one, state, journal.k, journal.u, journal.decay, base, pending)
 
 
 def verify(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, n_rows: Array) -> tuple[Array, Array]:
@@ -46,10 +51,10 @@ def verify(state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
         def row(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             state, out, updates = carry
             kt, qt = jnp.repeat(k[t], ratio, axis=0), jnp.repeat(q[t], ratio, axis=0)
-            read = jnp.einsum("hk,hkv->hv", kt, state, precision=HIGHEST)
+            read = jnp.einsum("hk,hvk->hv", kt, state, precision=HIGHEST)
             u = beta[t][:, None] * (v[t] - decay[t][:, None] * read)
             state = update(state, kt, u, decay[t], lowest)
-            o = jnp.einsum("hk,hkv->hv", qt, state, precision=HIGHEST)
+            o = jnp.einsum("hk,hvk->hv", qt, state, precision=HIGHEST)
             return state, out.at[t].set(o), updates.at[t].set(u)
 
         lowest = minus_infinity(n_rows)
@@ -104,14 +109,86 @@ def prefill(
         between = jnp.exp(jnp.where(lower, difference, -jnp.inf))  # masked before exp: the upper part would overflow
         coupling = jnp.where(strict, between, 0.0) * product("bhik,bhjk->bhij", k, k) * beta[..., None]
         from_start = jnp.exp(running)[..., None]
-        target = beta[..., None] * (v - from_start * product("bhik,bhkv->bhiv", k, state))
+        target = beta[..., None] * (v - from_start * product("bhik,bhvk->bhiv", k, state))
         u = solve(coupling, target)
-        out = from_start * product("bhik,bhkv->bhiv", q, state)
+        out = from_start * product("bhik,bhvk->bhiv", q, state)
         out += product("bhij,bhjv->bhiv", between * product("bhik,bhjk->bhij", q, k), u)
         to_end = jnp.exp(running[..., -1:] - running)[..., None]
-        state = from_start[..., -1:, :] * state + product("bhik,bhiv->bhkv", k * to_end, u)
+        state = from_start[..., -1:, :] * state + product("bhik,bhiv->bhvk", k * to_end, u)
         return state, out
 
     state, out = jax.lax.scan(body, state, (q, k, v, running, beta))
     out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, T + pad, Hv, Dv)
     return out[:, :T], state
+
+
+def window(inputs: Array, slots: Array, end: Array, past: int) -> Array:
+    """The last `past` convolution inputs before position `end`, oldest first: ring [L,S,N,C] -> [L,B,past,C]; zeros before position 0."""
+    position = end[:, None] + jnp.arange(-past, 0)
+    found = inputs[:, slots[:, None], position % inputs.shape[2]]
+    return jnp.where(position[None, :, :, None] >= 0, found, 0)
+
+
+def sliding(inputs: Array, count: int, width: int) -> Array:
+    """Windows of the convolution, oldest input first: [B, count + width - 1, C] -> [B, count, width, C]."""
+    return jnp.stack([inputs[:, w : w + count] for w in range(width)], axis=2)
+
+
+def gates(a: Array, b: Array, a_log: Array, dt_bias: Array) -> tuple[Array, Array]:
+    """Log decay and write strength [.., Hv], float32 whatever the weights are."""
+    log_decay = -jnp.exp(a_log) * jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
+    return log_decay, jax.nn.sigmoid(b).astype(jnp.float32)
+
+
+def convolve(windows: Array, weight: Array, Hk: int, Dk: int, Hv: int, Dv: int) -> tuple[Array, Array, Array]:
+    """From windows [.., taps, C]: float32 queries [.., Hk, Dk] (unit length, scaled), keys (unit length) and values [.., Hv, Dv]."""
+    y = jnp.sum(windows.astype(jnp.float32) * weight.astype(jnp.float32), axis=-2).astype(windows.dtype)
+    y = jax.nn.silu(y).astype(jnp.float32)
+    q, k, v = jnp.split(y, [Hk * Dk, 2 * Hk * Dk], axis=-1)
+    q, k = (unit_length(x.reshape(*y.shape[:-1], Hk, Dk)) for x in (q, k))
+    return q * Dk**-0.5, k, v.reshape(*y.shape[:-1], Hv, Dv)
+
+
+def unit_length(x: Array) -> Array:
+    """L2 normalisation with 1e-6 under the root."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def step(
+    mixer: Any,
+    state: Any,
+    layer: int,
+    slots: Array,
+    base: Array,
+    pending: Array,
+    n_rows: Array,
+    projected: Array,
+    K: int,
+) -> tuple[Array, Any]:
+    B, (_, _, Hv, Dv, Dk) = slots.shape[0], state.h.shape
+    Hk, taps = state.k.shape[3], mixer.conv.shape[1]
+    C = 2 * Hk * Dk + Hv * Dv
+    start = base + pending
+    rows = projected[: B * K].reshape(B, K, -1)
+    mixed, _, b, a = jnp.split(rows, [C, C + Hv * Dv, C + Hv * Dv + Hv], axis=-1)
+    log_decay, beta = gates(a, b, mixer.a_log[layer], mixer.dt_bias[layer])
+    decay = jnp.exp(log_decay)
+    past = window(state.conv[layer : layer + 1], slots, start, taps - 1)[0]
+    inputs = sliding(jnp.concatenate([past, mixed], axis=1), K, taps)
+    q, k, v = convolve(inputs, mixer.conv[layer], Hk, Dk, Hv, Dv)
+    h = fold(state.h[layer, slots], Journal(*(x[layer, slots] for x in state[2:])), base, pending)
+    out, u = verify(h, q, k, v, decay, beta, n_rows)
+
+    def put(ring: Array, value: Array) -> Array:
+        at = (start[:, None] + jnp.arange(K)) % ring.shape[2]
+        return ring.at[layer, slots[:, None], at].set(value.astype(ring.dtype))
+
+    state = state._replace(
+        h=state.h.at[layer, slots].set(h),
+        conv=put(state.conv, mixed),
+        k=put(state.k, k),
+        u=put(state.u, u),
+        decay=put(state.decay, decay),
+    )
+    out = out.reshape(B * K, Hv, Dv)
+    return jnp.pad(out, ((0, projected.shape[0] - B * K), (0, 0), (0, 0))), state

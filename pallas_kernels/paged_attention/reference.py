@@ -9,20 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.rows import by_row_group, by_sequence, live_rows
+from pallas_kernels.rows import by_row_group, by_sequence, live_rows, pad_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def write(pages: Any, layer: int, k: Array, v: Array, page_table: Array, start: Array, n_rows: Array) -> Any:
-    K, page_size = k.shape[1], pages.page_size
+def write(pages: Any, layer: int, k: Array, v: Array, page_table: Array, start: Array, n_rows: Array, K: int) -> Any:
+    B, page_size = start.shape[0], pages.page_size
     row = jnp.arange(K)
     live = row < n_rows[:, None]
     position = jnp.where(live, start[:, None] + row, 0)
     page = jnp.where(live, jnp.take_along_axis(page_table, position // page_size, axis=1), 0).reshape(-1)
     offset = (position % page_size).reshape(-1)
-    flat = lambda x: x.reshape(-1, *x.shape[2:]).astype(pages.keys.dtype)  # noqa: E731
-    k, v = flat(k), flat(v)
+    k, v = (x[: B * K].astype(pages.keys.dtype) for x in (k, v))
 
     def put(i: Array, pages: Any) -> Any:
         key, value = k[i][None, None, :, :, None], v[i][None, None, :, None, :]
@@ -41,11 +40,13 @@ def attend(
     page_table: Array,
     start: Array,
     n_rows: Array,
+    K: int,
     *,
     first: int | Array,
     row_group: int,
 ) -> Array:
-    _, K, H, Dh = q.shape
+    R, H, Dh = q.shape
+    B = start.shape[0]
     Hkv, page_size = pages.values.shape[2:4]
     group = H // Hkv
     hides = not (isinstance(first, int) and first == 0)
@@ -92,4 +93,7 @@ def attend(
         position = jnp.where(jnp.arange(K) < n_rows, start + jnp.arange(K), 0)
         return by_row_group(rows, row_group, n_rows, q, position)
 
-    return by_sequence(one, q, page_table, start, n_rows, jnp.broadcast_to(first, start.shape)).astype(q.dtype)
+    out = by_sequence(
+        one, q[: B * K].reshape(B, K, H, Dh), page_table, start, n_rows, jnp.broadcast_to(first, start.shape)
+    )
+    return pad_rows(out.astype(q.dtype).reshape(B * K, H, Dh), R)

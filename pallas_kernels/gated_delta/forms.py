@@ -1,0 +1,33 @@
+"""The arrays that the step of a linear-attention layer reads and carries, stacked over layers (and slots)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float
+
+
+class Mixer(NamedTuple):
+    """A mixer's weights that the step itself applies; its projections stay outside."""
+
+    conv: Float[Array, "L taps C"]
+    a_log: Float[Array, "L Hv"]
+    dt_bias: Float[Array, "L Hv"]
+
+
+class Recurrent(NamedTuple):
+    """What the linear-attention layers carry of S sequences. Rings keep what belongs to position p at p mod their length."""
+
+    h: Float[Array, "L S Hv Dv Dk"]
+    conv: Float[Array, "L S inputs C"]
+    k: Float[Array, "L S N Hk Dk"]
+    u: Float[Array, "L S N Hv Dv"]
+    decay: Float[Array, "L S N Hv"]
+
+
+class Journal(NamedTuple):
+    """Rows' rank-one updates, enough to move the state without a reduction; that of position p lies at p mod N."""
+
+    k: Float[Array, "B N Hk Dk"]
+    u: Float[Array, "B N Hv Dv"]
+    decay: Float[Array, "B N Hv"]
