@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.shapes import Array, Bool, Int, UInt32
+from atlas_jax.state.snapshots import put_settled, settled_leaves
 from atlas_jax.state.target import TargetState, init
 
-# What a settled sequence carries beside its KV rows, and which axis of each leaf counts the slots. A model with more state adds
-# its leaves here: that is all that snapshots need to know of them.
+# Which axis counts the rows in each of `settled_leaves`, stacked. A model with more state adds its leaves in both places.
 SETTLED = {"h": 1, "conv": 1, "hidden": 0}
 
 
@@ -53,19 +53,20 @@ class SnapshotPool:
 
 def init_pool(config: ModelConfig, run: RunConfig, rows: int) -> SnapshotPool:
     """Room for `rows` snapshots."""
-    shapes = jax.eval_shape(lambda: init(config, dataclasses.replace(run, slots=1)))
+    one = dataclasses.replace(run, slots=1)
+    shapes = jax.eval_shape(lambda: settled_leaves(init(config, one), jnp.int32(1)))
 
     def leaf(axis: int, x: Any) -> Array:
-        return jnp.zeros((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype)
+        return jnp.zeros((*x.shape[:axis], rows, *x.shape[axis:]), x.dtype)
 
-    leaves = {name: jax.tree.map(lambda x, a=axis: leaf(a, x), getattr(shapes, name)) for name, axis in SETTLED.items()}
+    leaves = {name: jax.tree.map(lambda x, a=axis: leaf(a, x), shapes[name]) for name, axis in SETTLED.items()}
     return SnapshotPool(leaves, jnp.full(rows, -1, jnp.int32), jnp.zeros(rows, jnp.uint32))
 
 
 def save(state: TargetState, pool: SnapshotPool, slot: Int[Array, ""], row: Int[Array, ""]) -> SnapshotPool:
     """Copies a slot into a row. The label is what the slot has committed, not what the caller believes; a slot that is not
     settled, or whose numbers cannot be trusted, leaves a row that no check will pass."""
-    leaves = _take({name: getattr(state, name) for name in SETTLED}, slot)
+    leaves = settled_leaves(state, slot)
     valid = state.ok[slot] & (state.pending[slot] == 0)
     return write(pool, row, Saved(leaves, jnp.where(valid, state.base[slot], -1), checksum(leaves)))
 
@@ -73,14 +74,12 @@ def save(state: TargetState, pool: SnapshotPool, slot: Int[Array, ""], row: Int[
 def load(state: TargetState, pool: SnapshotPool, slot: Int[Array, ""], row: Int[Array, ""]) -> TargetState:
     """Makes a slot whose pages are mapped the settled sequence of a row."""
     saved = read(pool, row)
-    now = _put({name: getattr(state, name) for name in SETTLED}, slot, saved.leaves)
     return dataclasses.replace(
-        state,
+        put_settled(state, slot, saved.leaves, saved.length),
         rows=state.rows.at[slot].set(0),
         base=state.base.at[slot].set(saved.length),
         pending=state.pending.at[slot].set(0),
         ok=state.ok.at[slot].set(True),
-        **now,
     )
 
 

@@ -53,6 +53,29 @@ def settle_with(state: TargetState, slots: Int[Array, " B"], h: Array) -> Target
     )
 
 
+def settled_leaves(state: TargetState, slot: Int[Array, ""]) -> dict[str, Array]:
+    """All that a settled sequence carries beside its KV rows, without what its rings hold of other positions."""
+    reach = state.conv.shape[2] - 2 * state.max_rows
+    return {
+        "h": state.h[:, slot],
+        "conv": window(state.conv, slot[None], state.base[slot][None], reach)[:, 0],
+        "hidden": state.hidden[slot],
+    }
+
+
+def put_settled(
+    state: TargetState, slot: Int[Array, ""], leaves: dict[str, Array], length: Int[Array, ""]
+) -> TargetState:
+    """Gives a slot what `settled_leaves` took of a sequence of `length` tokens; the counts are the caller's."""
+    position = length + jnp.arange(-leaves["conv"].shape[1], 0)
+    return dataclasses.replace(
+        state,
+        h=state.h.at[:, slot].set(leaves["h"]),
+        conv=state.conv.at[:, slot, position % state.conv.shape[2]].set(leaves["conv"]),
+        hidden=state.hidden.at[slot].set(leaves["hidden"]),
+    )
+
+
 def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
     """A copy of one sequence. `state` itself is not settled: taking a snapshot changes nothing."""
     settled = settle(state, slot[None])
@@ -60,28 +83,19 @@ def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
     kv = Pages(*(x[:, settled.page_table[slot]] for x in settled.pages))
     position = jnp.arange(kv.values.shape[1])[:, None] * kv.page_size + jnp.arange(kv.page_size)
     live = (position < length)[None, :, None, :, None]
-    return Snapshot(
-        kv=Pages(jnp.where(jnp.swapaxes(live, 3, 4), kv.keys, 0), jnp.where(live, kv.values, 0)),
-        h=settled.h[:, slot],
-        conv=window(settled.conv, slot[None], length[None], settled.conv.shape[2] - 2 * settled.max_rows)[:, 0],
-        hidden=settled.hidden[slot],
-        length=length,
-        ok=settled.ok[slot],
-    )
+    kv = Pages(jnp.where(jnp.swapaxes(live, 3, 4), kv.keys, 0), jnp.where(live, kv.values, 0))
+    return Snapshot(kv=kv, length=length, ok=settled.ok[slot], **settled_leaves(settled, slot))
 
 
 def restore(state: TargetState, slot: Int[Array, ""], saved: Snapshot) -> TargetState:
     """Makes `slot` the sequence of a snapshot taken from a state of the same shape."""
-    position = saved.length + jnp.arange(-saved.conv.shape[1], 0)
+    leaves = {"h": saved.h, "conv": saved.conv, "hidden": saved.hidden}
     return dataclasses.replace(
-        state,
+        put_settled(state, slot, leaves, saved.length),
         pages=Pages(*(x.at[:, state.page_table[slot]].set(y) for x, y in zip(state.pages, saved.kv, strict=True))),
-        h=state.h.at[:, slot].set(saved.h),
-        conv=state.conv.at[:, slot, position % state.conv.shape[2]].set(saved.conv),
         rows=state.rows.at[slot].set(0),
         base=state.base.at[slot].set(saved.length),
         pending=state.pending.at[slot].set(0),
-        hidden=state.hidden.at[slot].set(saved.hidden),
         ok=state.ok.at[slot].set(saved.ok),
     )
 
