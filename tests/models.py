@@ -13,6 +13,7 @@ import numpy as np
 from atlas_jax import state as states
 from atlas_jax.config import FULL, LINEAR, ModelConfig, RunConfig
 from atlas_jax.models import HybridModel
+from atlas_jax.settings import compiler_options
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=96,
@@ -38,6 +39,8 @@ CONFIGS = {
     "next": ModelConfig(model_type="qwen3_next", linear_num_value_heads=4, norm_topk_prob=False, **_EXPERTS, **_COMMON),
 }
 RUN = RunConfig(slots=4, max_length=160, max_drafts=16, row_group=4, page_size=32, prefill_chunk=32)
+if jax.default_backend() == "gpu":  # the same tests, run with the kernels
+    RUN = dataclasses.replace(RUN, row_group=16, layout="stacked")
 
 
 def params_of(config: ModelConfig, run: RunConfig, seed: int = 0) -> Any:
@@ -75,15 +78,17 @@ class Steps:
         self.config, self.run = config, run
         self.model = model_of(config, run)
         self.params = params_of(config, run) if params is None else params
-        self._verify = jax.jit(functools.partial(self.model.apply, method="verify"), donate_argnums=1)
-        self._prefill = jax.jit(functools.partial(self.model.apply, method="prefill"), donate_argnums=1)
-        self._draft = jax.jit(functools.partial(self.model.apply, method="feed"), donate_argnums=1)
-        self.commit = jax.jit(states.commit, donate_argnums=0)
-        self.settle = jax.jit(states.settle, donate_argnums=0)
-        self.snapshot = jax.jit(states.snapshot)
-        self.restore = jax.jit(states.restore, donate_argnums=0)
-        self.fork = jax.jit(states.fork, donate_argnums=0)
-        self.free = jax.jit(states.free, donate_argnums=0)
+        on_gpu = jax.default_backend() == "gpu"
+        jit = functools.partial(jax.jit, compiler_options=compiler_options(run.row_group) if on_gpu else None)
+        self._verify = jit(functools.partial(self.model.apply, method="verify"), donate_argnums=1)
+        self._prefill = jit(functools.partial(self.model.apply, method="prefill"), donate_argnums=1)
+        self._draft = jit(functools.partial(self.model.apply, method="feed"), donate_argnums=1)
+        self.commit = jit(states.commit, donate_argnums=0)
+        self.settle = jit(states.settle, donate_argnums=0)
+        self.snapshot = jit(states.snapshot)
+        self.restore = jit(states.restore, donate_argnums=0)
+        self.fork = jit(states.fork, donate_argnums=0)
+        self.free = jit(states.free, donate_argnums=0)
 
     def init(self, garbage: int | None = None) -> states.TargetState:
         """A fresh state; with `garbage`, every array that a sequence may find used holds noise, NaN included."""

@@ -145,7 +145,9 @@ def test_attention_begins_at_first(first):
             jnp.asarray(v.reshape(shape).transpose(0, 1, 3, 2, 4)),
         )
         start = jnp.array([length - 1])
-        out = attend(jnp.asarray(q)[0], pages, 0, table, start, jnp.array([1]), 1, first=jnp.array([first]), row_group=1)
+        out = attend(
+            jnp.asarray(q)[0], pages, 0, table, start, jnp.array([1]), 1, first=jnp.array([first]), row_group=1
+        )
         return np.asarray(out)[0]
 
     scores = np.einsum("hd,thd->ht", q[0, 0], np.repeat(keys, 2, 1)) / Dh**0.5

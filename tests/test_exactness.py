@@ -63,6 +63,8 @@ def test_a_product_does_not_know_a_rows_place():
 @pytest.mark.parametrize("row_group", [1, 8])
 def test_every_row_group(row_group):
     """Bits differ between row groups, but not within one."""
+    if row_group == 1 and jax.default_backend() == "gpu":
+        pytest.skip("one row at a time is for CPUs: a GPU's library has other products for it")
     s = steps("dense", row_group=row_group)
     logits, state = s.feed(s.init(), 1, TOKENS[:30])
     for K in (3, 9):

@@ -20,7 +20,7 @@ from pallas_kernels.registry import choose
 
 
 VERIFY = {"reference": reference.verify}
-FOLD = {"reference": reference.fold}
+FOLD = {"reference": reference.fold, "triton": triton.fold}
 PREFILL = {"reference": reference.prefill, "triton": triton_prefill.prefill}
 STEP = {"reference": reference.step, "triton": triton.step}
 
@@ -34,7 +34,7 @@ def fold(
     implementation: str | None = None,
 ) -> Float[Array, "B Hv Dv Dk"]:
     """Applies the journal rows of positions base … base + pending - 1 of each sequence to `state` (float32)."""
-    return choose("gated_delta.fold", FOLD, implementation, {})(state, journal, base, pending)
+    return choose("gated_delta.fold", FOLD, implementation, {"gpu": "triton"})(state, journal, base, pending)
 
 
 def verify(

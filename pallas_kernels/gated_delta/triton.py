@@ -8,7 +8,8 @@ instructions run for every number of rows; with the rings of `Recurrent`, no pro
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.gated_delta.forms import Mixer, Recurrent
+from pallas_kernels.gated_delta.forms import Journal, Mixer, Recurrent
 
 
 BLOCK = 4  # journal rows that are loaded together
@@ -45,7 +46,7 @@ def _step(
 ) -> tuple[Array, Recurrent]:
     R = projected.shape[0]
     B, (_, _, Hv, Dv, Dk) = slots.shape[0], state.h.shape
-    Hk = state.k.shape[3]
+    Hk, columns = state.k.shape[3], min(columns, Dv)
     taps = mixer.conv.shape[1]
     body = functools.partial(_kernel, K, R, Hk, taps, columns)
     given = (layer, slots, base, pending, n_rows, projected, *mixer)
@@ -70,6 +71,65 @@ def _update(state: Array, k: Array, u: Array, decay: Array) -> Array:
     return decay * state + k * u
 
 
+class _Rows(NamedTuple):
+    """A sequence's committed journal rows, as one program sees them."""
+
+    read: Callable[[Array], tuple[Array, Array, Array]]  # place in the ring -> (k [Dk], u [columns], decay)
+    base: Array
+    pending: Array
+    ring: int
+
+    def block(self, first: Any) -> tuple[Any, ...]:
+        """The rows `first` …, as many as a block has; past the last one, what happens to be there."""
+        return tuple(self.read((self.base + first + i) % self.ring) for i in range(BLOCK))
+
+    def apply(self, state: Array, block: Any) -> Array:
+        """Folds all rows into `state`, given the first block."""
+
+        def fold(i: Array, carry: Any) -> Any:
+            state, block = carry
+            after = self.block((i + 1) * BLOCK)
+            for j, (k, u, decay) in enumerate(block):
+                state = jnp.where(i * BLOCK + j < self.pending, _update(state, k[None, :], u[:, None], decay), state)
+            return state, after
+
+        return jax.lax.fori_loop(0, (self.pending + BLOCK - 1) // BLOCK, fold, (state, block))[0]
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "num_warps", "interpret"))
+def fold(
+    state: Array,
+    journal: Journal,
+    base: Array,
+    pending: Array,
+    *,
+    columns: int = 16,
+    num_warps: int = 4,
+    interpret: bool = False,
+) -> Array:
+    """What a step does with the journal, by itself."""
+    B, Hv, Dv, _ = state.shape
+    ratio, ring, columns = Hv // journal.k.shape[2], journal.k.shape[1], min(columns, Dv)
+
+    def body(bases, pendings, journal_k, journal_u, journal_decay, before, after):
+        b, head, mine = pl.program_id(0), pl.program_id(1), pl.ds(pl.program_id(2) * columns, columns)
+
+        def read(at):
+            return journal_k[b, at, head // ratio, :], journal_u[b, at, head, mine], journal_decay[b, at, head]
+
+        rows = _Rows(read, bases[b], pendings[b], ring)
+        after[b, head, mine, :] = rows.apply(before[b, head, mine, :], rows.block(0))
+
+    return pl.pallas_call(
+        body,
+        grid=(B, Hv, Dv // columns),
+        out_shape=jax.ShapeDtypeStruct(state.shape, state.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name="gated_delta_fold",
+    )(base, pending, *journal, state)
+
+
 def _kernel(K: int, R: int, Hk: int, taps: int, columns: int, *refs) -> None:
     layers, slots, bases, pendings, counts, x, conv_weight, a_log, dt_bias = refs[:9]
     out, h, conv, journal_k, journal_u, journal_decay = refs[14:]
@@ -88,19 +148,17 @@ def _kernel(K: int, R: int, Hk: int, taps: int, columns: int, *refs) -> None:
     # Everything that is needed first is asked for here, before anything waits: a program is a chain of latencies.
     state = h[layer, slot, head, mine, :]
 
-    def journal(first):
-        """The rows `first` … of the journal, as many as a block has."""
-        rows = []
-        for i in range(BLOCK):
-            at = (base + first + i) % ring
-            rows.append(
-                (
-                    journal_k[layer, slot, at, key_head, :],
-                    journal_u[layer, slot, at, head, mine],
-                    journal_decay[layer, slot, at, head],
-                )
-            )
-        return tuple(rows)
+    rows = _Rows(
+        lambda at: (
+            journal_k[layer, slot, at, key_head, :],
+            journal_u[layer, slot, at, head, mine],
+            journal_decay[layer, slot, at, head],
+        ),
+        base,
+        pending,
+        ring,
+    )
+    block = rows.block(0)
 
     def load(t):
         r = b * K + jnp.maximum(jnp.minimum(t, count - 1), 0)
@@ -110,22 +168,13 @@ def _kernel(K: int, R: int, Hk: int, taps: int, columns: int, *refs) -> None:
         position = start - (taps - 1) + w
         return jnp.where(position >= 0, conv[layer, slot, jnp.maximum(position, 0) % inputs, c], 0).astype(jnp.float32)
 
-    block = journal(0)
     raw = load(0)
     window = tuple(tuple(past(c, w) for w in range(taps - 1)) for c in channels)
     weights = [[conv_weight[layer, w, c].astype(jnp.float32) for w in range(taps)] for c in channels]
     rate, bias = jnp.exp(a_log[layer, head]), dt_bias[layer, head]
     following = load(1)
 
-    # ---- the journal's committed rows ----
-    def fold(i, carry):
-        state, block = carry
-        after = journal((i + 1) * BLOCK)
-        for j, (k, u, decay) in enumerate(block):
-            state = jnp.where(i * BLOCK + j < pending, _update(state, k[None, :], u[:, None], decay), state)
-        return state, after
-
-    state, _ = jax.lax.fori_loop(0, (pending + BLOCK - 1) // BLOCK, fold, (state, block))
+    state = rows.apply(state, block)
     h[layer, slot, head, mine, :] = state
 
     # ---- new rows ----
