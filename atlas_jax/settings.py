@@ -42,13 +42,15 @@ def compiler_options(row_group: int) -> dict[str, str | int | bool]:
     not. Where rows come one by one that does not matter, and Eigen, which packs less, is twice as fast (bench/NOTES.md).
 
     On a GPU, bfloat16 is rounded where the program says so, whatever is fused; and products go to cuBLAS, which reads a layer out
-    of a stack in place, where XLA's own would copy it first inside a loop.
+    of a stack in place, where XLA's own would copy it first inside a loop. Products of several row groups with one weight stay
+    apart: merged into one of more rows, they would come out otherwise than alone.
     """
     if platform() == "gpu":
         return {
             "xla_gpu_enable_command_buffer": CAPTURED,
             "xla_gpu_graph_min_graph_size": 1,
             "xla_gpu_enable_triton_gemm": False,
+            "xla_gpu_dot_merger_threshold_mb": 0,
             "xla_allow_excess_precision": False,
         }
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if row_group == 1 and platform() == "cpu" else {}
