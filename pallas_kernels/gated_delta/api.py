@@ -18,7 +18,6 @@ from pallas_kernels.gated_delta import reference, triton, triton_prefill
 from pallas_kernels.gated_delta.forms import Journal, Mixer, Recurrent
 from pallas_kernels.registry import choose
 
-
 VERIFY = {"reference": reference.verify}
 FOLD = {"reference": reference.fold, "triton": triton.fold}
 PREFILL = {"reference": reference.prefill, "triton": triton_prefill.prefill}

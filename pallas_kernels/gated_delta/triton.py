@@ -19,7 +19,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gated_delta.forms import Journal, Mixer, Recurrent
 
-
 BLOCK = 4  # journal rows that are loaded together
 
 

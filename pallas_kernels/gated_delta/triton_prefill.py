@@ -53,7 +53,7 @@ def _prefill(
     couple_warps: int = 4,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    B, T, Hk, Dk = q.shape
+    B, T, Hk, _ = q.shape
     Hv, Dv = v.shape[2:]
     # With half the warps some registers spill, which costs an H200 less than the second half's barriers.
     num_warps = num_warps or (4 if not interpret and large_shared_memory() else 8)
@@ -111,7 +111,7 @@ def _couple(Hk: int, barrier: Callable[[], None], q, k, log_decay, beta, inverse
 
 
 def _invert(matrix: Any, b: Array, head: Array, first: Array, barrier: Callable[[], None]) -> None:
-    """L -> (I + L)^-1 in place, for the strictly lower triangular L [64, 64] in `matrix[b, head]` from row `first` on, by blocks of 16.
+    """L -> (I + L)^-1 in place, for L [64, 64], strictly lower triangular, in `matrix[b, head]` from row `first` on; blocks of 16.
 
     The diagonal blocks are inverted row after row, all at once; those below follow from them:
     X_ij = -D_i (L_ij D_j + the sum of L_im X_mj over j < m < i).

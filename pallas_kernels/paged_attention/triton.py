@@ -1,8 +1,8 @@
 """Paged attention of a few rows a sequence, and the write before it, as Pallas-Triton kernels.
 
 Keys are cut into units of a fixed number of tokens. Program p of a head takes the units p, p + programs, … and leaves a partial
-softmax (Milakov & Gimelshein, 2018); a second kernel combines the partials of a row in order. Neither the units nor the order depend
-on how many rows or sequences there are, and rows pass in tiles of 16: a row's bits depend on its own length only.
+softmax (Milakov & Gimelshein, 2018); a second kernel combines the partials of a row in order. Neither the units nor the order
+depend on how many rows or sequences there are, and rows pass in tiles of 16: a row's bits depend on its own length only.
 """
 
 from __future__ import annotations
