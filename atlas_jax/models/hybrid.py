@@ -120,7 +120,7 @@ class HybridModel(nn.Module):
         few_rows: bool,
         as_rows: bool = False,
     ):
-        """Runs all layers over rows; the mixers get a layer's projections (in parts, or `as_rows`) and return (mixed rows, carry)."""
+        """Runs all layers over rows; the mixers get a layer's projections, in parts or `as_rows`, and return (mixed, carry)."""
         eps = self.config.rms_norm_eps
         seen: dict[str, int] = {LINEAR: 0, FULL: 0}
         for layer, kind in enumerate(self.config.layer_types):

@@ -123,7 +123,8 @@ def prefill(
 
 
 def window(inputs: Array, slots: Array, end: Array, past: int) -> Array:
-    """The last `past` convolution inputs before position `end`, oldest first: ring [L,S,N,C] -> [L,B,past,C]; zeros before position 0."""
+    """The last `past` convolution inputs before position `end`, oldest first, zeros before position 0: ring [L,S,N,C] ->
+    [L,B,past,C]."""
     position = end[:, None] + jnp.arange(-past, 0)
     found = inputs[:, slots[:, None], position % inputs.shape[2]]
     return jnp.where(position[None, :, :, None] >= 0, found, 0)
@@ -141,7 +142,7 @@ def gates(a: Array, b: Array, a_log: Array, dt_bias: Array) -> tuple[Array, Arra
 
 
 def convolve(windows: Array, weight: Array, Hk: int, Dk: int, Hv: int, Dv: int) -> tuple[Array, Array, Array]:
-    """From windows [.., taps, C]: float32 queries [.., Hk, Dk] (unit length, scaled), keys (unit length) and values [.., Hv, Dv]."""
+    """From windows [.., taps, C]: float32 queries [.., Hk, Dk] (unit length, scaled), keys (unit length), values [.., Hv, Dv]."""
     y = jnp.sum(windows.astype(jnp.float32) * weight.astype(jnp.float32), axis=-2).astype(windows.dtype)
     y = jax.nn.silu(y).astype(jnp.float32)
     q, k, v = jnp.split(y, [Hk * Dk, 2 * Hk * Dk], axis=-1)

@@ -44,7 +44,7 @@ def _step(
     interpret: bool = False,
 ) -> tuple[Array, Recurrent]:
     R = projected.shape[0]
-    B, (_, _, Hv, Dv, Dk) = slots.shape[0], state.h.shape
+    B, (_, _, Hv, Dv, _) = slots.shape[0], state.h.shape
     Hk, columns = state.k.shape[3], min(columns, Dv)
     taps = mixer.conv.shape[1]
     body = functools.partial(_kernel, K, R, Hk, taps, columns)

@@ -1,0 +1,208 @@
+"""The whole step of a published shape with random weights made on the device, beside the floor: bytes over copy bandwidth.
+
+    python bench/step.py [--shape qwen3.5-27b] [--rows K …] [--context N] [--drafts D] [--prefill CHUNK …]
+
+Prints, for one sequence: the compile time and the memory of each executable; a verify of K rows that accepts nothing, without a
+drafter; a cycle of D drafts by the MTP head; and the time to the first token of a long prompt, with and without the drafter's
+rows. Rounds run several a dispatch, as decoding runs them. The weights are noise, so nothing that depends on text is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import time
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlas_jax.config import ModelConfig, RunConfig
+from atlas_jax.decode import round as rounds
+from atlas_jax.decode.drafters import NoDrafter, Proposal
+from atlas_jax.decode.mtp import MtpChain
+from atlas_jax.decode.state import RUNNING, init_decode
+from atlas_jax.models import HybridModel, call
+from atlas_jax.settings import compiler_options
+from atlas_jax.weights.presets import random_params, resolve
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """Drafts that cost nothing and are never right."""
+
+    name: ClassVar[str] = "refused"
+    by_hidden: ClassVar[bool] = False
+
+    def init(self, config: ModelConfig, run: RunConfig) -> Any:
+        return ()
+
+    def propose(self, context: Any, target: Any, state: Any, drafts: int) -> Proposal:
+        B = context.slots.shape[0]
+        wrong = jnp.full((B, drafts), context.vocab_size - 1, jnp.int32)
+        return Proposal(wrong, jnp.full(B, drafts, jnp.int32), target, state)
+
+
+class Shape:
+    """A shape, its weights and a state whose one slot stands at `context` tokens."""
+
+    def __init__(self, name: str, mtp: bool, context: int, max_drafts: int) -> None:
+        self.config = resolve(f"shape:{name}").config
+        if not mtp:
+            self.config = dataclasses.replace(self.config, mtp_num_hidden_layers=0)
+        self.run = RunConfig(
+            dtype="bfloat16",
+            max_length=2 * context,
+            max_drafts=max_drafts,
+            row_group=16 if max_drafts < 16 else 32,
+            layout="stacked",
+        )
+        self.model = HybridModel(self.config, jnp.dtype("bfloat16"), "stacked", self.run.row_group)
+        shapes = jax.eval_shape(lambda: random_params(self.config, dtype="bfloat16", layout="stacked", seed=0))
+        leaves, tree = jax.tree.flatten(shapes)
+        self.params = jax.tree.unflatten(tree, [noise(i, x) for i, x in enumerate(leaves)])
+        self.slots = jnp.asarray([1], jnp.int32)
+        self.state = standing(init_decode(self.config, self.run), context)
+
+    def compiled(self, drafter: Any, K: int) -> tuple[Any, float, float]:
+        """The executable of a dispatch, and the seconds that tracing and compiling took."""
+        f = functools.partial(rounds.dispatch, self.model, drafter, K, None, self.run.rounds_per_dispatch)
+        began = time.perf_counter()
+        lowered = jax.jit(f, donate_argnums=(1,)).lower(self.params, self.state, self.slots, jnp.int32(0))
+        traced = time.perf_counter()
+        executable = lowered.compile(compiler_options(self.run.row_group))
+        return executable, traced - began, time.perf_counter() - traced
+
+    def round_ms(self, executable: Any) -> float:
+        """The best of several dispatches, in milliseconds a round."""
+        n = self.run.rounds_per_dispatch
+        best = float("inf")
+        for _ in range(6):
+            began = time.perf_counter()
+            for _ in range(3):
+                self.state, _, finish = executable(self.params, self.state, self.slots, jnp.int32(n))
+            finish.block_until_ready()
+            best = min(best, (time.perf_counter() - began) / 3 / n)
+        return 1e3 * best
+
+    def prefill_ms(self, tokens: int, chunk: int) -> float:
+        """A prompt of `tokens` in chunks, from an empty slot, and the logits of its last token."""
+
+        def prefill(params, target, ids):
+            hidden, _, target = call(self.model, params, target, jnp.int32(1), ids, jnp.int32(chunk), method="prefill")
+            return call(self.model, params, hidden[-1:], method="draft_logits").argmax(), target
+
+        ids = jnp.asarray(np.random.default_rng(0).integers(0, self.config.vocab_size, chunk), jnp.int32)
+        target = dataclasses.replace(self.state.target, pending=jnp.zeros_like(self.state.target.pending))
+        options = compiler_options(self.run.row_group)
+        step = jax.jit(prefill, donate_argnums=1).lower(self.params, target, ids).compile(options)
+        best = float("inf")
+        for _ in range(3):
+            target = dataclasses.replace(target, base=jnp.zeros_like(target.base))
+            began = time.perf_counter()
+            for _ in range(tokens // chunk):
+                first, target = step(self.params, target, ids)
+            first.block_until_ready()
+            best = min(best, time.perf_counter() - began)
+        self.state = dataclasses.replace(self.state, target=target)
+        return 1e3 * best
+
+
+def noise(seed: int, x: Any) -> jax.Array:
+    """Weights of a useful size, made on the device; cheap, since there are many."""
+    if x.dtype != jnp.bfloat16:
+        return jax.random.uniform(jax.random.key(seed), x.shape, x.dtype)
+
+    @jax.jit
+    def make() -> jax.Array:
+        bits = jax.random.bits(jax.random.key(seed, impl="rbg"), x.shape, "uint8")
+        return ((bits.astype(jnp.float32) - 127.5) * (x.shape[-2] ** -0.5 / 74.0)).astype(jnp.bfloat16)
+
+    return make()
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def standing(state: Any, context: int) -> Any:
+    """All slots running at `context` tokens, over keys and values of noise."""
+    target = state.target
+    pages = type(target.pages)(*(jax.random.normal(jax.random.key(1), x.shape, x.dtype) for x in target.pages))
+    target = dataclasses.replace(target, pages=pages, base=target.base.at[1:].set(context))
+    ones = jnp.ones_like(state.feed_count)
+    return dataclasses.replace(state, target=target, finish=ones * RUNNING, remaining=ones * 10**6, feed_count=ones)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written."""
+    x = jnp.arange(1 << 29, dtype=jnp.float32)
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = add(add(x)).block_until_ready()
+    began = time.perf_counter()
+    for _ in range(10):
+        x = add(x)
+    x.block_until_ready()
+    return 20 * x.nbytes / (time.perf_counter() - began)
+
+
+def floor_ms(shape: Shape, context: int, bandwidth: float) -> float:
+    """Every weight but the embedding once, the recurrent state there and back, the keys and values of `context` once."""
+    c = shape.config
+    weights = sum(x.nbytes for x in jax.tree.leaves(shape.params)) - shape.params["params"]["embedding"].nbytes
+    recurrent = 2 * shape.state.target.h.nbytes // 2  # of one of two slots
+    kv = 2 * context * c.num_full_layers * c.num_key_value_heads * c.head_dim * 2
+    return 1e3 * (weights + recurrent + kv) / bandwidth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The whole step of a shape with random weights, beside its floor.")
+    parser.add_argument("--shape", default="qwen3.5-27b")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 9])
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--prefill", type=int, nargs="*", default=[256, 2048])
+    parser.add_argument("--prompt", type=int, default=8192)
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
+    prefill: dict[tuple[bool, int], float] = {}
+    for mtp in (False, True):
+        began = time.perf_counter()
+        shape = Shape(args.shape, mtp, args.context, max(*args.rows, args.drafts + 1, 2) - 1)
+        jax.block_until_ready(shape.params)
+        weights = sum(x.nbytes for x in jax.tree.leaves(shape.params))
+        count = len(jax.tree.leaves((shape.params, shape.state))) + 2
+        print(
+            f"\n{args.shape}, {'with' if mtp else 'without'} the MTP head: {weights / 1e9:.2f} GB of weights, {count} arguments"
+        )
+        print(f"made in {time.perf_counter() - began:.0f} s", flush=True)
+        wanted: list[tuple[Any, int]] = [(NoDrafter() if K == 1 else Refused(), K) for K in args.rows]
+        if mtp:
+            wanted = [(NoDrafter(), 1), (MtpChain(), args.drafts + 1)]
+        floor = floor_ms(shape, args.context, bandwidth)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            made = list(pool.map(shape.compiled, *zip(*wanted, strict=True)))
+        first = 0.0
+        for (drafter, K), (executable, traced, compiled) in zip(wanted, made, strict=True):
+            ms = shape.round_ms(executable)
+            first = first or ms
+            memory = executable.memory_analysis()
+            print(
+                f"{drafter.name:8} K = {K:2}: {ms:7.3f} ms, {ms / first:.3f}x K = 1, {ms / floor:.3f}x the floor of {floor:.2f} ms "
+                f"(traced in {traced:.0f} s, compiled in {compiled:.0f} s {len(made)} at once), "
+                f"{memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries",
+                flush=True,
+            )
+        for chunk in args.prefill:
+            prefill[mtp, chunk] = shape.prefill_ms(args.prompt, chunk)
+            print(f"prefill of {args.prompt} tokens in chunks of {chunk}: {prefill[mtp, chunk]:.0f} ms", flush=True)
+        del shape, made
+    for chunk in args.prefill:
+        print(
+            f"the drafter's rows add {100 * (prefill[True, chunk] / prefill[False, chunk] - 1):.1f} % at chunks of {chunk}"
+        )
+
+
+if __name__ == "__main__":
+    main()
