@@ -1,0 +1,234 @@
+"""The GPU kernels, run by Pallas' interpreter on the CPU, against their twins and against themselves."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gated_delta import Recurrent, arg_specs as gated, reference as twin
+from pallas_kernels.gated_delta import triton as step_kernel
+from pallas_kernels.gated_delta import triton_prefill
+from pallas_kernels.paged_attention import arg_specs as paged
+from pallas_kernels.paged_attention import reference as paged_twin
+from pallas_kernels.paged_attention import triton as attention_kernel
+
+# Both are float32 throughout; they add in another order.
+CLOSE = dict(rtol=2e-4, atol=2e-5)
+
+
+def step(args, K, layer=1, **state):
+    mixer, recurrent, *rest = args
+    return step_kernel.step(mixer, recurrent, layer, *rest, K, interpret=True, **state)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def twin_step(args, K):
+    mixer, state, *rest = args
+    return twin.step(mixer, state, 1, *rest, K)
+
+
+# ---- the gated delta rule's step ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "base", "pending", "n_rows"),
+    [
+        ("small-1", 1, [0], [0], [1]),  # the first token: the convolution reaches before position 0
+        ("small-1", 3, [1, 40], [1, 0], [3, 2]),
+        ("small-2", 3, [7, 9], [4, 5], [1, 0]),  # a block of the journal, and one more; a sequence without rows
+        ("small-3", 5, [6, 3], [5, 3], [5, 4]),  # the rings of 10 and 13 places wrap around in both parts
+        ("small-4", 5, [98, 11], [0, 4], [2, 5]),
+    ],
+)
+def test_step_equals_its_twin_and_touches_nothing_else(name, K, base, pending, n_rows):
+    shape = gated.SMALL[name]
+    args = gated.step_arrays(
+        shape, K, base=base, pending=pending, n_rows=n_rows, layer=1, max_rows=5, dtype=jnp.float32, garbage=True
+    )
+    out, state = step(args, K)
+    want, want_state = twin_step(args, K)
+    before = args[1]
+    assert np.isfinite(out).all()
+    untouched = Recurrent(*(np.ones(x.shape, bool) for x in state))
+    for b in range(len(base)):
+        slot, start = b + 1, base[b] + pending[b]
+        rows = slice(b * K, b * K + n_rows[b])
+        np.testing.assert_allclose(out[rows], want[rows], **CLOSE)
+        assert not np.asarray(out[b * K + n_rows[b] : (b + 1) * K]).any()
+        np.testing.assert_allclose(state.h[1, slot], want_state.h[1, slot], **CLOSE)
+        untouched.h[1, slot] = False
+        at = start + np.arange(n_rows[b])
+        for name, written in untouched._asdict().items():
+            if name != "h":
+                ring, wanted = getattr(state, name), getattr(want_state, name)
+                places = at % ring.shape[2]
+                np.testing.assert_allclose(ring[1, slot, places], wanted[1, slot, places], **CLOSE, err_msg=name)
+                written[1, slot, places] = False
+    assert not np.asarray(out[len(base) * K :]).any()
+    for same, x, y in zip(untouched, state, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[same], np.asarray(y)[same])
+
+
+def test_step_rounds_to_bfloat16_where_its_twin_does():
+    shape, K = gated.SMALL["small-3"], 3
+    args = gated.step_arrays(shape, K, base=[20], pending=[2], n_rows=[3], layer=1, garbage=True)
+    (out, state), (want, want_state) = step(args, K), twin_step(args, K)
+    np.testing.assert_allclose(out[:K], want[:K], rtol=2e-2, atol=2e-3)  # one rounding may fall to the other side
+    np.testing.assert_array_equal(state.conv[1, 1, 22:25], want_state.conv[1, 1, 22:25])
+
+
+def test_rows_of_a_step_together_equal_rows_one_by_one_whatever_was_accepted():
+    shape, K, base = gated.SMALL["small-2"], 5, 7
+    args = gated.step_arrays(
+        shape, K, base=[base], pending=[0], n_rows=[K], layer=1, max_rows=5, dtype=jnp.float32, garbage=True
+    )
+    mixer, state, slots, _, _, _, projected = args
+    number = lambda *x: jnp.asarray(x, jnp.int32)  # noqa: E731
+
+    def run(state, pending, rows, first, K, at=base):
+        given = jnp.roll(projected, -first, axis=0)
+        return step((mixer, state, slots, number(at), number(pending), number(rows), given), K)
+
+    singles, outs, alone = [], [], state
+    for t in range(K + 1):
+        out, alone = run(alone, min(t, 1), 1, t % K, 1, at=base + max(t - 1, 0))
+        outs.append(np.asarray(out[0]))
+        singles.append(alone)
+    together, after = run(state, 0, K, 0, K)
+    np.testing.assert_array_equal(together[:K], outs[:K])
+    for accepted in (1, 3, 5):
+        out, then = run(after, accepted, 1, accepted % K, 1)
+        np.testing.assert_array_equal(out[0], outs[accepted])
+        np.testing.assert_array_equal(then.h[1, 1], singles[accepted].h[1, 1])
+        place = lambda ring: np.asarray(ring)[1, 1, (base + accepted) % ring.shape[2]]  # noqa: E731
+        for ring, wanted in zip(then[1:], singles[accepted][1:], strict=True):
+            np.testing.assert_array_equal(place(ring), place(wanted))
+
+
+# ---- the gated delta rule's prefill ------------------------------------------------------------------------------------
+
+
+def recurrence(state, q, k, v, log_decay, beta):
+    """The rule itself, in float64."""
+    state, q, k, v, log_decay, beta = (np.asarray(x, np.float64) for x in (state, q, k, v, log_decay, beta))
+    q, k = (np.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    out = np.zeros(v.shape)
+    for t in range(v.shape[1]):
+        kept = np.exp(log_decay[:, t])[..., None, None] * state
+        u = beta[:, t][..., None] * (v[:, t] - np.einsum("bhvk,bhk->bhv", kept, k[:, t]))
+        state = kept + u[..., None] * k[:, t][:, :, None, :]
+        out[:, t] = np.einsum("bhvk,bhk->bhv", state, q[:, t])
+    return out, state
+
+
+def relative(x, want):
+    return np.linalg.norm(np.asarray(x, np.float64) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("name", "B", "T", "padding", "hard"),
+    [("small-3", 1, 150, 0, False), ("small-2", 2, 67, 5, False), ("small-1", 1, 1, 0, False), ("small-4", 1, 128, 0, True)],
+)
+def test_prefill_equals_the_recurrence_in_float64(name, B, T, padding, hard):
+    args = gated.prefill_arrays(gated.SMALL[name], B, T, padding=padding, hard=hard)
+    out, state = triton_prefill.prefill(*args, chunk=64, interpret=True)
+    want, want_state = recurrence(*args)
+    # The state keeps 16 bits of every factor; the output is read in bfloat16.
+    assert relative(state, want_state) < 1e-4
+    assert relative(out[:, : T - padding], want[:, : T - padding]) < 1e-2
+
+
+def test_padding_after_the_rows_of_a_prefill_changes_no_bit_of_the_state():
+    args = gated.prefill_arrays(gated.SMALL["small-1"], 1, 96, padding=30)
+    _, state = triton_prefill.prefill(*args, chunk=64, interpret=True)
+    short = [args[0], *(x[:, :66] for x in args[1:])]
+    np.testing.assert_array_equal(state, triton_prefill.prefill(*short, chunk=64, interpret=True)[1])
+
+
+def test_prefill_refuses_another_chunk():
+    with pytest.raises(ValueError, match="chunks of 64 rows"):
+        triton_prefill.prefill(*gated.prefill_arrays(gated.SMALL["small-1"], 1, 4), chunk=32)
+
+
+# ---- paged attention ---------------------------------------------------------------------------------------------------
+
+
+def attend(given, K, first=0, **tuning):
+    q, pages, *rest = given
+    return attention_kernel.attend(q, pages, 0, *rest, K, first=first, row_group=1, interpret=True, **tuning)
+
+
+def assert_attends(given, K, first, dtype, **tuning):
+    q, pages, table, start, n_rows = given
+    out = attend(given, K, first, **tuning)
+    want = paged_twin.attend(q, pages, 0, table, start, n_rows, K, first=first, row_group=4)
+    # bfloat16 products of scores and weights, against float32 ones
+    close = CLOSE if dtype == jnp.float32 else dict(rtol=2e-2, atol=2e-2)
+    for b, n in enumerate(n_rows.tolist()):
+        rows = slice(b * K, b * K + n)
+        got, wanted = (np.asarray(x[rows], np.float32) for x in (out, want))
+        np.testing.assert_allclose(got, wanted, **close, err_msg=f"sequence {b}")
+    assert not np.asarray(out[len(n_rows) * K :]).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "start", "n_rows", "first", "dtype"),
+    [
+        ("small-4", 1, [0, 63], [1, 1], 0, jnp.float32),
+        ("small-2", 3, [31, 150], [3, 1], [1, 0], jnp.float32),
+        ("small-4", 5, [70, 30], [5, 2], [1, 40], jnp.float32),  # 20 rows: two tiles; a whole unit is hidden
+        ("small-4", 9, [129, 5], [9, 0], 1, jnp.bfloat16),  # 36 rows: two programs; a sequence without rows
+    ],
+)
+def test_attention_of_few_rows_equals_its_twin_whatever_lies_where_nobody_looks(name, K, start, n_rows, first, dtype):
+    first = jnp.asarray(first, jnp.int32) if isinstance(first, list) else first
+    given, _ = paged.arrays(
+        paged.SMALL[name], K, start=start, n_rows=n_rows, first=first, dtype=dtype, garbage=True
+    )
+    assert_attends(given, K, first, dtype, programs=2)
+
+
+@pytest.mark.parametrize(("dtype", "first"), [(jnp.float32, 0), (jnp.bfloat16, 1)])
+def test_attention_of_a_chunk_equals_its_twin_at_odd_starts(dtype, first):
+    K, start, n_rows = 41, [37, 0], [41, 23]
+    given, _ = paged.arrays(
+        paged.SMALL["small-4"], K, start=start, n_rows=n_rows, first=first, dtype=dtype, garbage=True
+    )
+    if first:  # row 0 of a sequence at position 0 sees nothing then, and is never asked for
+        given = (*given[:3], jnp.asarray([37, 1], jnp.int32), jnp.asarray([41, 22], jnp.int32))
+    assert_attends(given, K, first, dtype, rows=32)
+
+
+def test_attention_of_rows_together_equals_rows_one_by_one():
+    K, start = 9, 60
+    given, _ = paged.arrays(paged.SMALL["small-4"], K, start=[start], n_rows=[K], garbage=True)
+    q, pages, table, _, _ = given
+    together = attend(given, K, programs=2)
+    one = jnp.ones(1, jnp.int32)
+    for t in range(K):
+        alone = attend((jnp.roll(q, -t, axis=0), pages, table, one * (start + t), one), 1, programs=2)
+        np.testing.assert_array_equal(alone[0], together[t])
+
+
+def test_attention_sees_a_nan_that_it_should_see():
+    given, _ = paged.arrays(paged.SMALL["small-4"], 2, start=[40], n_rows=[2])
+    q, pages, table, *rest = given
+    broken = pages._replace(values=pages.values.at[0, table[0, 41 // 32], 0, 41 % 32].set(jnp.nan))
+    out = attend((q, broken, table, *rest), 2, programs=2)
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+
+
+def test_write_equals_its_twin_and_writes_nothing_else():
+    K, start, n_rows = 5, [30, 64], [4, 0]
+    given, (k, v) = paged.arrays(paged.SMALL["small-2"], K, start=start, n_rows=n_rows, garbage=True)
+    _, pages, table, *rest = given
+    args = (1, k, v, table, *rest, K)
+    got = attention_kernel.write(pages, *args, interpret=True)
+    want = paged_twin.write(pages, *args)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x[:, 1:], y[:, 1:])
