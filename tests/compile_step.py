@@ -15,7 +15,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-from deviceless import CAPTURE, MB, Compiled, assert_fits, assert_in_place, assert_one_command_buffer, compile_for
+from deviceless import MB, Compiled, assert_fits, assert_in_place, assert_one_command_buffer, compile_for
 
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode import round as rounds
@@ -24,10 +24,6 @@ from atlas_jax.decode.state import init_decode
 from atlas_jax.models import HybridModel
 from atlas_jax.settings import compiler_options
 from atlas_jax.weights.presets import parameter_shapes, preset_config
-
-
-def options(row_group: int) -> dict[str, str]:
-    return CAPTURE | compiler_options(row_group)
 
 
 def compile_round(
@@ -39,7 +35,7 @@ def compile_round(
     params = parameter_shapes(config, dtype=run.dtype, layout=run.layout)
     state = jax.eval_shape(lambda: init_decode(config, run, drafter.init(config, run)))
     slots, count = jax.ShapeDtypeStruct((sequences,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    chosen = functools.partial(options, run.row_group)
+    chosen = functools.partial(compiler_options, run.row_group)
     return compile_for(target, function, params, state, slots, count, donate=(1,), compiler_options=chosen)
 
 

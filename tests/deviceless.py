@@ -198,7 +198,7 @@ def compile_for(
     function: Callable[..., Any],
     *args: Any,
     donate: tuple[int, ...] = (),
-    compiler_options: Mapping[str, str] | Callable[[], Mapping[str, str]] | None = None,
+    compiler_options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
 ) -> Compiled:
     """Compiles `function` for one device of `target`, "h200" or "gb10"; kept in .cache/deviceless until a source changes.
 

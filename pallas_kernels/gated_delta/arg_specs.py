@@ -1,7 +1,7 @@
 """Named shapes of the gated delta rule, and arguments of them for tests, for compiling without a GPU, and for benchmarks.
 
-The `…_specs` are shapes alone; the `…_arrays` are seeded random values of them. With `garbage`, everything that no implementation may
-read is NaN: other slots, ring places outside of what is pending, padding rows.
+The `…_specs` are shapes alone; the `…_arrays` are seeded random values of them. With `garbage`, everything that no implementation
+may read is NaN: other slots, ring places outside of what is pending, padding rows.
 """
 
 from __future__ import annotations
@@ -146,21 +146,21 @@ def prefill_specs(shape: Shape, B: int, T: int, *, dtype: Any = jnp.bfloat16) ->
     return tuple(jax.ShapeDtypeStruct(*x) for x in (*shapes, ((B, T, Hv), f32), ((B, T, Hv), f32)))
 
 
-def prefill_arrays(shape: Shape, B: int, T: int, *, padding: int = 0, hard: bool = False, seed: int = 0) -> tuple:
+def prefill_arrays(
+    shape: Shape, B: int, T: int, *, padding: int = 0, hard: bool = False, seed: int = 0
+) -> tuple[Any, ...]:
     """Arrays of `prefill_specs`; made on the device. The last `padding` rows are padding.
 
     With `hard`, all keys of a head are the same, beta is one and nothing decays: the worst system that a chunk can have.
     """
     keys = jax.random.split(jax.random.key(seed), 6)
     specs = prefill_specs(shape, B, T)
-    state, q, k, v, a, b = (
-        jax.random.normal(key, x.shape, jnp.float32) for key, x in zip(keys, specs, strict=True)
-    )
+    state, q, k, v, a, b = (jax.random.normal(key, x.shape, jnp.float32) for key, x in zip(keys, specs, strict=True))
     if hard:
         k = jnp.broadcast_to(k[:, :1], k.shape)
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
     live = (jnp.arange(T) < T - padding)[:, None]
-    log_decay = jnp.where(live, 0.0 if hard else -jnp.exp(a - 2.0), 0.0)
-    beta = jnp.where(live, 1.0 if hard else jax.nn.sigmoid(b), 0.0)
+    log_decay = jnp.where(live & (not hard), -jnp.exp(a - 2.0), 0.0)
+    beta = jnp.where(live, jnp.ones_like(b) if hard else jax.nn.sigmoid(b), 0.0)
     values = (0.1 * state, unit(q) * shape.Dk**-0.5, unit(k + (0.0 if hard else 0.1)), v, log_decay, beta)
     return tuple(x.astype(spec.dtype) for x, spec in zip(values, specs, strict=True))

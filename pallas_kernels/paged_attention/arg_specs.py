@@ -1,7 +1,7 @@
 """Named shapes of paged attention, and arguments of them for tests, for compiling without a GPU, and for benchmarks.
 
-The `…_specs` are shapes alone; `arrays` are seeded random values. With `garbage`, everything that no row may see is NaN: rows that no
-sequence has written, pages that none owns (the sentinel too), hidden rows, other layers.
+The `…_specs` are shapes alone; `arrays` are seeded random values. With `garbage`, everything that no row may see is NaN: rows that
+no sequence has written, pages that none owns (the sentinel too), hidden rows, other layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def padded(rows: int) -> int:
 
 
 def pages_spec(shape: Shape, pages: int, dtype: Any = jnp.bfloat16) -> Pages:
-    H, Hkv, Dh, N, L = shape
+    _, Hkv, Dh, N, L = shape
     spec = lambda *tail: jax.ShapeDtypeStruct((L, pages, Hkv, *tail), jnp.dtype(dtype))  # noqa: E731
     return Pages(spec(Dh, N), spec(N, Dh))  # pyright: ignore[reportArgumentType]
 

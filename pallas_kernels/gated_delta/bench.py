@@ -1,0 +1,155 @@
+"""Times of the gated delta rule's kernels on a GPU, beside their floors, the bars and flash-linear-attention.
+
+    python -m pallas_kernels.gated_delta.bench
+
+A layer of the 27B shape (16 key and 48 value heads of 128x128). A step is timed as the runtime runs it: all layers one after
+another in one CUDA graph, `T` new rows with `T` pending ones to fold. Its floor is the state, read and written once, at the copy
+bandwidth measured first; that of a prefill is not stated: it is bound by the chain of chunks. The peer's column holds figures of an
+H200; where `fla` can be imported it is measured too (its kernels alone: the convolution and the gates, which are in ours, come on top).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta import triton, triton_prefill
+from pallas_kernels.gated_delta.arg_specs import SHAPES, Shape, prefill_arrays, prefill_specs, step_specs
+from pallas_kernels.timing import compiled, copy_bandwidth, normal, require_gpu, row, seconds
+
+PEER = {1: 4.94, 2: 5.88, 4: 7.76, 8: 11.84}  # us a layer of fused_recurrent_gated_delta_rule, by rows
+BAR = {1: 4.0, 2: 4.2, 4: 4.8, 8: 6.5}
+PREFILL_PEER = {2048: 726, 8192: 925, 32768: 3624}  # us of chunk_gated_delta_rule, by tokens
+PREFILL_BAR = {2048: 363, 8192: 925, 32768: 3624}
+
+
+def steps(T: int, B: int, layers: int, **tuning: Any) -> Callable[..., Any]:
+    """`layers` steps of B sequences in the slots 1 … B, one after another: mixer, state, projected -> output, state."""
+
+    def run(mixer: Any, state: Any, projected: Any) -> Any:
+        many = lambda x: jnp.full(B, x, jnp.int32)  # noqa: E731
+        slots, out = jnp.arange(1, B + 1, dtype=jnp.int32), None
+        for layer in range(layers):
+            out, state = triton.step(mixer, state, layer, slots, many(100), many(T), many(T), projected, T, **tuning)
+        return out, state
+
+    return run
+
+
+def filled(specs: Any) -> Any:
+    """Normal values for `specs`, small ones for a state."""
+    leaves, tree = jax.tree.flatten(specs)
+    return jax.tree.unflatten(tree, [normal(i, *x.shape, dtype=x.dtype, scale=0.1) for i, x in enumerate(leaves)])
+
+
+def bench_steps(shape: Shape, B: int, rows: tuple[int, ...], bandwidth: float) -> None:
+    layers = shape.layers if B == 1 else 8
+    specs = [step_specs(shape._replace(layers=layers), B, T, slots=B + 1) for T in rows]
+    jobs = [
+        compiled(steps(T, B, layers), spec[0], spec[1], spec[6], donate=(1,))
+        for T, spec in zip(rows, specs, strict=True)
+    ]
+    mixer, state = filled(specs[0][:2])
+    floor = 2 * B * shape.state_bytes / bandwidth * 1e6
+    first = None
+    for T, job, spec in zip(rows, jobs, specs, strict=True):
+        args = mixer, state, filled(spec[6])
+        time, (_, state, _) = seconds(job.result(), args, lambda out, args: (args[0], out[1], args[2]))
+        us = time / layers * 1e6
+        first = first or us
+        bar, peer = (f"{x[T]:.2f}" if B == 1 else "-" for x in (BAR, PEER))
+        row(
+            f"step, batch {B}, T = {T}",
+            f"{us:.2f} us",
+            f"{floor:.2f} us",
+            f"{floor / us:.0%} of copy",
+            bar if B == 1 else "70 %",
+            peer,
+            f"{us / first:.2f}x T = {rows[0]}",
+        )
+
+
+def bench_prefill(shape: Shape, lengths: tuple[int, ...]) -> None:
+    calls = 4
+
+    def chain(state: Any, *rest: Any) -> Any:
+        out = jnp.float32(0)
+        for _ in range(calls):
+            y, state = triton_prefill.prefill(state, *rest, chunk=64)
+            out += y[0, -1, 0, 0]
+        return out, state
+
+    jobs = {T: compiled(chain, *prefill_specs(shape, 1, T)) for T in lengths}
+    for T, job in jobs.items():
+        time, _ = seconds(job.result(), prefill_arrays(shape, 1, T), n=5)
+        us, peer = time / calls * 1e6, PREFILL_PEER[T]
+        row(
+            f"prefill, {T} tokens", f"{us:.0f} us", "-", "-", f"{PREFILL_BAR[T]}", f"{peer}", f"{peer / us:.2f}x faster"
+        )
+
+
+def bench_peer(shape: Shape, rows: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    """flash-linear-attention's kernels under CUDA graphs, in this process, where it is installed."""
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+        from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+            chunk_gated_delta_rule,
+            fused_recurrent_gated_delta_rule,
+        )
+    except ImportError as error:
+        print(f"flash-linear-attention is not measured: {error}")
+        return
+    Hk, Hv, Dk, Dv, _ = shape
+
+    def us(function: Any, T: int, calls: int) -> float:
+        new = lambda *s, dtype=torch.bfloat16: torch.randn(*s, dtype=dtype, device="cuda")  # noqa: E731
+        repeat = Hv // Hk
+        q, k = (new(1, T, Hk, Dk).repeat_interleave(repeat, 2) for _ in range(2))
+        args = dict(v=new(1, T, Hv, Dv), g=-new(1, T, Hv, dtype=torch.float32).exp(), beta=new(1, T, Hv).sigmoid())
+        state = new(1, Hv, Dk, Dv, dtype=torch.float32) * 0.1
+        run = lambda: function(  # noqa: E731
+            q=q, k=k, **args, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        stream = torch.cuda.Stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            for _ in range(calls):
+                run()
+        times = []
+        for _ in range(8):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            graph.replay()
+            ended.record()
+            torch.cuda.synchronize()
+            times.append(began.elapsed_time(ended))
+        return min(times) / calls * 1e3
+
+    for T in rows:
+        row(f"fla, fused_recurrent, T = {T}", f"{us(fused_recurrent_gated_delta_rule, T, 48):.2f} us")
+    for T in lengths:
+        row(f"fla, chunk, {T} tokens", f"{us(chunk_gated_delta_rule, T, 4):.0f} us")
+
+
+def main() -> None:
+    require_gpu()
+    bandwidth = copy_bandwidth()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; copy {bandwidth / 1e12:.2f} TB/s\n")
+    row("a layer of the 27B shape", "time", "floor", "share", "bar", "peer", "")
+    row(*["---"] * 7)
+    shape, rows, lengths = SHAPES["27b"], (1, 2, 4, 8), (2048, 8192, 32768)
+    bench_steps(shape, 1, rows, bandwidth)
+    bench_steps(shape, 32, (4,), bandwidth)
+    bench_prefill(shape, lengths)
+    bench_peer(shape, rows, lengths)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The GPU kernels, compiled for an H200 and a GB10 over the named shapes: what they spill, need and load, what stays in place."""
+
+from __future__ import annotations
+
+import functools
+
+import deviceless
+import pytest
+from deviceless import CAPTURE, assert_fits, assert_in_place, assert_wide_loads, compile_for
+
+from pallas_kernels.gated_delta import arg_specs as gated
+from pallas_kernels.gated_delta import triton as step_kernel
+from pallas_kernels.paged_attention import arg_specs as paged
+from pallas_kernels.paged_attention import triton as attention_kernel
+
+pytestmark = pytest.mark.skipif(deviceless.packages() is None, reason=deviceless.MISSING)
+CASES = pytest.mark.parametrize(
+    ("target", "name", "K"),
+    [(target, "27b", K) for target in ("h200", "gb10") for K in (1, 4, 17)]
+    + [("h200", "35b-a3b", 4), ("gb10", "tiny-agent", 17)],
+)
+
+
+def step(K, mixer, state, *rest):
+    return step_kernel.step(mixer, state, 1, *rest, K)
+
+
+def attend(K, q, pages, *rest):
+    return attention_kernel.attend(q, pages, 1, *rest, K, first=0, row_group=16)
+
+
+def write(K, pages, *rest):
+    return attention_kernel.write(pages, 1, *rest, K)
+
+
+@CASES
+def test_the_step_fits_reads_sixteen_bytes_at_a_time_and_keeps_its_state_in_place(target, name, K):
+    args = gated.step_specs(gated.SHAPES[name], 1, K)
+    compiled = compile_for(target, functools.partial(step, K), *args, donate=(1,), compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)
+    assert_wide_loads(compiled, "gated_delta_step*", share=0.5)  # the rest are the decays, gates and weights of a row
+
+
+@pytest.mark.parametrize("name", ["ratio-1", "ratio-2", "ratio-3", "ratio-4"])
+def test_the_step_fits_for_every_head_ratio(name):
+    args = gated.step_specs(gated.SHAPES[name], 2, 4, slots=3)
+    compiled = compile_for("gb10", functools.partial(step, 4), *args, donate=(1,), compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)
+
+
+@CASES
+def test_attention_fits_and_reads_sixteen_bytes_at_a_time(target, name, K):
+    args = paged.attend_specs(paged.SHAPES[name], 1, K, 4096)
+    compiled = compile_for(target, functools.partial(attend, K), *args, compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)  # nothing is donated, and nothing copied
+    assert_wide_loads(compiled, "paged_attention_partials*")
+
+
+@CASES
+def test_the_write_is_in_place(target, name, K):
+    args = paged.write_specs(paged.SHAPES[name], 1, K, 4096)
+    compiled = compile_for(target, functools.partial(write, K), *args, donate=(0,), compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)
