@@ -3,7 +3,8 @@
     python -m pallas_kernels.paged_attention.bench
 
 A layer of the 27B shape (24 query and 4 key/value heads of 256), one sequence, bfloat16, pages of 256 tokens, timed as the runtime
-runs it: layers one after another in one CUDA graph. The floor is the keys and values, read once, at the copy bandwidth measured first.
+runs it: layers one after another in one CUDA graph. The floor is the keys and values, read once, at the copy bandwidth measured
+first.
 At 4k tokens the four layers (67 MB) stay partly in an H200's cache of 50 MB.
 """
 
