@@ -33,7 +33,8 @@ def compile_round(
     model = HybridModel(config, dtype=jnp.dtype(run.dtype), layout=run.layout, row_group=run.row_group)
     function = functools.partial(rounds.dispatch, model, drafter, K, None, run.rounds_per_dispatch)
     params = parameter_shapes(config, dtype=run.dtype, layout=run.layout)
-    state = jax.eval_shape(lambda: init_decode(config, run, drafter.init(config, run)))
+    fresh = lambda: dataclasses.replace(init_decode(config, run), drafter=drafter.init(config, run))  # noqa: E731
+    state = jax.eval_shape(fresh)
     slots, count = jax.ShapeDtypeStruct((sequences,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     chosen = functools.partial(compiler_options, run.row_group)
     return compile_for(target, function, params, state, slots, count, donate=(1,), compiler_options=chosen)
