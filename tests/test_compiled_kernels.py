@@ -1,4 +1,4 @@
-"""The GPU kernels, compiled for an H200 and a GB10 over the named shapes: what they spill, need and load, what stays in place."""
+"""The step's kernel, compiled for an H200 and a GB10: what it spills, needs and moves, and what stays in place."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import functools
 
 import deviceless
 import pytest
-from deviceless import CAPTURE, assert_fits, assert_in_place, assert_wide_loads, compile_for
+from deviceless import CAPTURE, assert_fits, assert_in_place, compile_for
 
 from pallas_kernels.gated_delta import arg_specs as gated
 from pallas_kernels.gated_delta import triton as step_kernel
-from pallas_kernels.paged_attention import arg_specs as paged
-from pallas_kernels.paged_attention import triton as attention_kernel
 
 pytestmark = pytest.mark.skipif(deviceless.packages() is None, reason=deviceless.MISSING)
 CASES = pytest.mark.parametrize(
@@ -25,14 +23,6 @@ def step(K, mixer, state, *rest):
     return step_kernel.step(mixer, state, 1, *rest, K)
 
 
-def attend(K, q, pages, *rest):
-    return attention_kernel.attend(q, pages, 1, *rest, K, first=0, row_group=16)
-
-
-def write(K, pages, *rest):
-    return attention_kernel.write(pages, 1, *rest, K)
-
-
 @CASES
 def test_the_step_fits_and_moves_its_state_sixteen_bytes_at_a_time_in_place(target, name, K):
     args = gated.step_specs(gated.SHAPES[name], 1, K)
@@ -43,28 +33,3 @@ def test_the_step_fits_and_moves_its_state_sixteen_bytes_at_a_time_in_place(targ
     (kernel,) = compiled.kernels("gated_delta_step*")
     tile, threads = 4 * 16 * gated.SHAPES[name].Dk, 4 * 32
     assert kernel.loads[16] * 16 * threads == tile == kernel.stores[16] * 16 * threads
-
-
-@pytest.mark.parametrize("name", ["ratio-1", "ratio-2", "ratio-3", "ratio-4"])
-def test_the_step_fits_for_every_head_ratio(name):
-    args = gated.step_specs(gated.SHAPES[name], 2, 4, slots=3)
-    compiled = compile_for("gb10", functools.partial(step, 4), *args, donate=(1,), compiler_options=CAPTURE)
-    assert_fits(compiled)
-    assert_in_place(compiled)
-
-
-@CASES
-def test_attention_fits_and_reads_sixteen_bytes_at_a_time(target, name, K):
-    args = paged.attend_specs(paged.SHAPES[name], 1, K, 4096)
-    compiled = compile_for(target, functools.partial(attend, K), *args, compiler_options=CAPTURE)
-    assert_fits(compiled)
-    assert_in_place(compiled)  # nothing is donated, and nothing copied
-    assert_wide_loads(compiled, "paged_attention_partials*")
-
-
-@CASES
-def test_the_write_is_in_place(target, name, K):
-    args = paged.write_specs(paged.SHAPES[name], 1, K, 4096)
-    compiled = compile_for(target, functools.partial(write, K), *args, donate=(0,), compiler_options=CAPTURE)
-    assert_fits(compiled)
-    assert_in_place(compiled)
