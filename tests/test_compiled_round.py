@@ -7,7 +7,7 @@ import dataclasses
 import deviceless
 import pytest
 from compile_step import compile_round
-from deviceless import assert_one_command_buffer
+from deviceless import assert_fits, assert_in_place, assert_one_command_buffer
 from models import CONFIGS, RUN
 
 from atlas_jax.decode.drafters import MtpChain
@@ -21,4 +21,5 @@ def test_a_dispatch_is_one_command_buffer_and_its_state_stays_in_place(target):
     run = dataclasses.replace(RUN, dtype="bfloat16", layout="stacked", row_group=16)
     compiled = compile_round(target, CONFIGS["dense"], run, MtpChain(), K=4)
     assert_one_command_buffer(compiled)
-    assert compiled.alias_bytes == compiled.donated_bytes
+    assert_in_place(compiled)
+    assert_fits(compiled)
