@@ -196,7 +196,7 @@ def test_a_lookup_is_judged_by_what_followed_even_where_it_was_not_used():
         got = judged(context(known + emitted), last, 5)
         assert got[0, 1].tolist() == counts
         right = len(emitted) - 1
-        assert got[0, arb.MTP].tolist() == [min(right, 1), right < 1, max(right - 1, 0), right >= 1]
+        assert got[0, arb.MTP + 1].tolist() == [min(right, 1), right < 1, max(right - 1, 0), right >= 1]
 
 
 def test_lookup_is_given_up_where_it_fails_and_taken_up_where_it_would_work():

@@ -1,6 +1,6 @@
 """Who drafts a round, lookup or MTP: constants and arithmetic, one definition for the drafter on the device and for `replay`.
 
-Each sequence keeps, for MTP and for lookup by the length of the match, how often a first draft and a later one were right of
+Each sequence keeps, for lookup and for MTP by the length of the match, how often a first draft and a later one were right of
 late, and each round takes the source that promises more tokens for its time. A sequence whose copies mislead thereby gives
 lookup up, from the shortest matches on, and comes back to it once copies would have been right again: a lookup that was not used
 is judged as well, by the tokens that came instead.
@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 MATCHES = (1, 2, 4, 8, 16)  # kinds of lookup, by the shortest match of each
-MTP = len(MATCHES)  # the kind after them
-KINDS = MTP + 1
+MTP = len(MATCHES)  # the kinds after them: MTP without a match, with a match of 2 or 3, and with a longer one
+KINDS = MTP + 3
 # How often a first draft is right, and a later one if those before it are, before a sequence has shown its own rates. Those of
-# lookup are counted in tau-bench's transcripts (bench/NOTES.md); those of MTP are usual ones.
-FIRST = (0.2, 0.49, 0.69, 0.83, 0.94, 0.70)
-LATER = (0.6, 0.72, 0.82, 0.87, 0.96, 0.75)
+# lookup are counted in tau-bench's transcripts (bench/NOTES.md). Those of MTP are usual ones: copied text is easier for it as well.
+FIRST = (0.2, 0.49, 0.69, 0.83, 0.94, 0.65, 0.75, 0.85)
+LATER = (0.6, 0.72, 0.82, 0.87, 0.96, 0.70, 0.78, 0.85)
 WEIGHT = 4.0  # rounds that these count for
 DECAY = 15 / 16  # of what was counted, each time a kind is judged again
 DRAFT_COST = 0.05  # of a draft of MTP, in verifies; lookup costs nothing
@@ -32,6 +32,11 @@ LEAST = {"cpu": 0.35, "gpu": 0.05}
 def kind(match: Any) -> Any:
     """The kind of lookup of a match length; -1 without a match."""
     return sum((match >= least) * 1 for least in MATCHES) - 1
+
+
+def kind_of_mtp(kind: Any) -> Any:
+    """The kind of MTP in a round where lookup's is `kind`."""
+    return MTP + (kind >= 1) * 1 + (kind >= 2) * 1
 
 
 def outcome(agreed: Any, failed: Any) -> tuple[Any, Any, Any, Any]:

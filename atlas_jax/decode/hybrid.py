@@ -83,7 +83,7 @@ class HybridDrafter:
         kind = arb.kind(match)
         looked, promised = self._promise(counts, kind, drafts)
         chain = min(self.chain, drafts)
-        head = arb.tokens(*_rates(counts, jnp.full_like(kind, arb.MTP)), chain)
+        head = arb.tokens(*_rates(counts, arb.kind_of_mtp(kind)), chain)
         lookup = (match >= self.min_match) & arb.prefer_lookup(promised, head, chain)
         return ~lookup, Plan(counts, lookup, place, kind, jnp.maximum(looked, 1))
 
@@ -96,7 +96,7 @@ class HybridDrafter:
             proposal = MtpChain().propose(context, target, (), chain)
             tokens, count = jnp.pad(proposal.tokens, ((0, 0), (0, drafts - chain))), proposal.count
             if self.extend and drafts > chain:
-                more, further = self._extended(context, plan.counts, proposal.tokens, drafts)
+                more, further = self._extended(context, plan, proposal.tokens, drafts)
                 tokens, count = tokens.at[:, chain:].set(more), count + further
             return tokens, count, proposal.target
 
@@ -130,7 +130,7 @@ class HybridDrafter:
         return worth, arb.tokens(first, later, jnp.maximum(worth, 1))
 
     def _extended(
-        self, context: DraftContext, counts: Array, chain: Int[Array, "B chain"], drafts: int
+        self, context: DraftContext, plan: Plan, chain: Int[Array, "B chain"], drafts: int
     ) -> tuple[Int[Array, "B rest"], Int[Array, " B"]]:
         """Drafts after those of the head: what followed the longest match of the tail that these are the end of."""
         m = chain.shape[1]
@@ -139,8 +139,8 @@ class HybridDrafter:
         tokens = context.tokens.at[jnp.arange(at.shape[0])[:, None], at].set(chain)
         length = jnp.minimum(context.length + m, sentinel - 1)
         match, place = find(tokens, length)
-        first, later = _rates(counts, jnp.full_like(match, arb.MTP))
-        worth, _ = self._promise(counts, arb.kind(match), drafts - m, first * later ** (m - 1))
+        first, later = _rates(plan.counts, arb.kind_of_mtp(plan.kind))
+        worth, _ = self._promise(plan.counts, arb.kind(match), drafts - m, first * later ** (m - 1))
         fits = (match >= self.min_match) & (context.length + m == length)
         return continuation(tokens, length, place, drafts - m), jnp.where(fits, worth, 0)
 
@@ -161,7 +161,7 @@ def judged(context: DraftContext, state: HybridState, drafts: int) -> Float[Arra
     counts = _learn(last.counts, last.kind, (last.kind >= 0) & (told > 0), agreed, agreed < told)
     right = jnp.minimum(emitted - 1, last.chained)
     known = (last.chained > 0) & (emitted > 0) & (emitted <= last.drafts + 1)
-    return _learn(counts, jnp.full_like(last.kind, arb.MTP), known, right, right < last.chained)
+    return _learn(counts, arb.kind_of_mtp(last.kind), known, right, right < last.chained)
 
 
 def _learn(counts: Array, kind: Array, known: Array, agreed: Array, failed: Array) -> Array:

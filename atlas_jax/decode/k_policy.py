@@ -20,6 +20,7 @@ DECAY = 0.97  # of what was counted, a round
 HYSTERESIS = 1.05  # another number of rows must promise this much more
 LEAVING = 1.01  # and plain decoding this much
 TRIAL_ROUNDS = 2  # of a dispatch that tries another number of rows
+TRIALS = 4  # of each number of rows at most, until its time has been taken twice
 FIRST_PROBE, LAST_PROBE = 256, 4096  # tokens of plain decoding between two trials of drafting; each failure doubles it
 SMOOTHING = 0.3  # weight of a new time
 
@@ -136,7 +137,7 @@ class Memory:
 class AutoK:
     """The number of rows with the most expected tokens a second, plain decoding (1 row) included.
 
-    Each number of rows is tried for a few rounds once, unless a cost table says what it takes. While plain decoding is the
+    Each number of rows is tried for a few rounds, unless a cost table says what it takes. While plain decoding is the
     best, drafting is tried again after a while, and ever more rarely if it goes on losing.
     """
 
@@ -145,15 +146,18 @@ class AutoK:
         self.memory = memory
         self._rates = [Rates(self.rows[-1] - 1, memory.rates) for _ in range(sequences)]
         self._running = [True] * sequences
-        self._untried = [k for k in self.rows if memory.seconds(k) is None]
+        self._trials = {k: 0 for k in self.rows if memory.seconds(k) is None}
         self._current = memory.rows if memory.rows in self.rows else None
         self._settled = True  # the current number of rows has been observed
         self._plain_tokens = 0
         self._speeds: dict[int, float] = {}  # as of the last rounds with drafts
 
     def choose(self) -> tuple[int, int | None]:
-        if self._untried:
-            return self._untried.pop(0), TRIAL_ROUNDS
+        untimed = [k for k, n in self._trials.items() if n < TRIALS and self.memory.timed.get(k, 0) < 2]
+        if untimed:
+            rows = min(untimed, key=self._trials.__getitem__)
+            self._trials[rows] += 1
+            return rows, TRIAL_ROUNDS
         speeds = self._speeds = self._speeds or self.speeds()
         best = max(self.rows, key=speeds.__getitem__)
         if self._current is None:

@@ -254,7 +254,7 @@ class Loop:
         }
         flying: collections.deque[Any] = collections.deque()
         limit = 1  # the first round alone: the first token need not wait for the others
-        free_at = 0.0  # when the device had done all before
+        free_at = None  # when the device had done all before; at first it may still be at the prompts
         while not all(finished):
             while len(flying) < depth:
                 rows, most = policy.choose()
@@ -268,9 +268,10 @@ class Loop:
             asked = time.perf_counter()
             emitted, finish = jax.device_get(results)
             began = time.perf_counter()
-            taken = began - max(launched, free_at)
-            # A host that found the results ready does not know when they were.
-            policy.observe(_outcome(rows, emitted, len(requests), taken if began - asked > 0.2 * taken else None))
+            taken = None if free_at is None else began - max(launched, free_at)
+            if taken is not None and began - asked < 0.2 * taken:
+                taken = None  # a host that found the results ready does not know when they were
+            policy.observe(_outcome(rows, emitted, len(requests), taken))
             free_at = began
             steps: list[Step] = []
             for i, request in enumerate(requests):

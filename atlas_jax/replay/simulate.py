@@ -213,14 +213,15 @@ def _learned(policy: Policy, turn: Turn, guess: Callable[[int], int], chain: int
         left, match = len(turn) - place, turn.match[place]
         kind = arb.kind(match)
         looked = max(arb.worth(*rates(max(kind, 0)), policy.drafts, least), 1)
-        promised, head = arb.tokens(*rates(max(kind, 0)), looked), arb.tokens(*rates(arb.MTP), chain)
+        of_mtp = arb.kind_of_mtp(kind)
+        promised, head = arb.tokens(*rates(max(kind, 0)), looked), arb.tokens(*rates(of_mtp), chain)
         if match >= policy.min_match and arb.prefer_lookup(promised, head, chain):
             drafted = min(looked, turn.drafted[place])
             step = Round(LOOKUP, drafted, min(turn.accepted[place], drafted), 0)
         else:
             drafted, accepted, end = chain, min(guess(place), left), place + chain
             if policy.extend and accepted == chain and end < len(turn) and turn.match[end] >= policy.min_match:
-                first, later = rates(arb.MTP)
+                first, later = rates(of_mtp)
                 room, after = max(policy.drafts - chain, 0), rates(arb.kind(turn.match[end]))
                 more = min(arb.worth(*after, room, least, first * later ** (chain - 1)), turn.drafted[end])
                 drafted, accepted = chain + more, chain + min(turn.accepted[end], more)
@@ -233,6 +234,6 @@ def _learned(policy: Policy, turn: Turn, guess: Callable[[int], int], chain: int
             counts[kind] = arb.learn(counts[kind], arb.outcome(agreed, agreed < told))
         if step.source == MTP:
             right = min(emitted - 1, chain)
-            counts[arb.MTP] = arb.learn(counts[arb.MTP], arb.outcome(right, right < chain))
+            counts[of_mtp] = arb.learn(counts[of_mtp], arb.outcome(right, right < chain))
         place += emitted
     return rounds
