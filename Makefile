@@ -1,18 +1,20 @@
-# Targets: demo test test-newest-jax compile-27b lint format bench locks clean, and venv, which the others need.
+# Targets: demo test test-gpu test-newest-jax compile-27b lint format bench locks clean, and venv, which the others need.
 #
 # Everything runs in .venv, made on first use from the hashed locks in requirements/. Variables:
 #   PYTHON=/path/to/python   the interpreter to make .venv with (otherwise: the newest found, 3.12 to 3.14)
 #   WORKERS=2                pytest's worker processes; 0 runs the tests in one process
 #   ARGS="-k verify"         further arguments of pytest, the demo or the benchmark
+#   GPU_PYTHON=python3       an interpreter that has jax for CUDA and the test tools, for `make test-gpu`
 #   UPGRADE=--upgrade        lets `make locks` move to newer versions
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: demo test test-newest-jax compile-27b lint format bench locks clean venv
+.PHONY: demo test test-gpu test-newest-jax compile-27b lint format bench locks clean venv
 
 PYTHON ?=
 WORKERS ?= 2
 ARGS ?=
+GPU_PYTHON ?= python3
 UPGRADE ?=
 
 BIN := .venv/bin
@@ -28,6 +30,11 @@ test: venv .venv/.cuda-compile
 # release takes away is seen here first. In .venv-newest, made anew each time.
 NEWEST := .venv-newest/bin/python
 NEWEST_INSTALL = $(UV) pip install --quiet --python $(NEWEST)
+
+# The tests that say whether the kernels are right and rows exact, run with the kernels. Each worker takes a part of the card's memory.
+test-gpu:
+	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_MEM_FRACTION=0.08 PYTHONPATH=. $(GPU_PYTHON) -m pytest -n 8 --dist worksteal \
+		-p no:benchmark -W ignore::DeprecationWarning tests/test_exactness.py tests/test_kernels.py $(ARGS)
 
 test-newest-jax: .venv/.made
 	@$(UV) venv --quiet --clear --python $(BIN)/python .venv-newest

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 
 from atlas_jax.config import FULL, LINEAR, ModelConfig
 from atlas_jax.models import gated_delta_net as gdn
+from atlas_jax.models import linear_layers
 from atlas_jax.models.attention import Attention, causal_attention
 from atlas_jax.models.drafter import MtpDrafter
 from atlas_jax.models.feed_forward import feed_forward
 from atlas_jax.models.layers import rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
-from atlas_jax.state.slots import put, put_ring
-from atlas_jax.state.snapshots import folded
-from atlas_jax.state.target import TargetState, leaves
+from atlas_jax.state.target import TargetState
 from pallas_kernels import gated_delta, paged_attention
 from pallas_kernels.linear import linear
 from pallas_kernels.registry import platform
@@ -35,14 +34,6 @@ class Hidden(NamedTuple):
 
     pre_norm: Float[Array, "*rows D"]
     post_norm: Float[Array, "*rows D"]
-
-
-class Mixing(NamedTuple):
-    """How a verify runs the linear-attention layers."""
-
-    begin: Any  # what the layers carry
-    layer: Callable[[Any, Any, int], tuple[Array, Any]]  # (projections, carried, layer) -> (mixed rows, carried)
-    end: Callable[[Any], dict[str, Array]]  # carried -> the state's new leaves
 
 
 class HybridModel(nn.Module):
@@ -156,9 +147,11 @@ class HybridModel(nn.Module):
             padded = jnp.pad(split(p.mixed), ((0, 0), (width - 1, 0), (0, 0)))
             q, k, v = self.linear_attention.convolve(gated_delta.sliding(padded, T, width), i)
             state = jnp.zeros(
-                (B, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), jnp.float32
+                (B, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim), jnp.float32
             )
-            out, _ = gated_delta.prefill(state, q, k, v, split(p.log_decay), split(p.beta))
+            # The plain form can be differentiated, the kernel cannot.
+            gates = split(p.log_decay), split(p.beta)
+            out, _ = gated_delta.prefill(state, q, k, v, *gates, implementation="reference")
             return flat(out), carry
 
         def full_mixer(p, carry: None, i: int):
@@ -191,9 +184,10 @@ class HybridModel(nn.Module):
         table = state.page_table[slots]
         flat = lambda x: pad_rows(x.reshape(B * K), bucket(B * K, self.row_group))  # noqa: E731
 
-        # One kernel a layer where there is one; elsewhere the same in parts, with the fold of all layers at once.
         fused = platform() == "gpu"
-        mixer = (self._fused if fused else self._in_parts)(state, slots, start, n_rows, K, rows)
+        mixing = (linear_layers.fused if fused else linear_layers.in_parts)(
+            self.linear_attention, state, slots, start, n_rows, K, rows
+        )
 
         def full_mixer(p, carry: tuple[paged_attention.Pages, Any], i: int):
             pages, recurrent = carry
@@ -202,10 +196,10 @@ class HybridModel(nn.Module):
             return out, (pages, recurrent)
 
         def linear_mixer(p, carry: tuple[paged_attention.Pages, Any], i: int):
-            out, recurrent = mixer.layer(p, carry[1], i)
+            out, recurrent = mixing.layer(p, carry[1], i)
             return out, (carry[0], recurrent)
 
-        carry = state.pages, mixer.begin
+        carry = state.pages, mixing.begin
         x, (pages, recurrent) = self._layers(
             self.embed(flat(tokens)), flat(position), carry, linear_mixer, full_mixer, rows, True, fused
         )
@@ -222,41 +216,9 @@ class HybridModel(nn.Module):
             pending=state.pending.at[slots].set(0),
             rows=state.rows.at[slots].set(n_rows),
             ok=state.ok.at[slots].set(state.ok[slots] & valid),
-            **mixer.end(recurrent),
+            **mixing.end(recurrent),
         )
         return logits, hidden, state
-
-    def _fused(self, state: TargetState, slots: Array, start: Array, n_rows: Array, K: int, rows: Rows) -> Mixing:
-        """The linear-attention layers as one kernel each, in place."""
-        base, pending, weights = state.base[slots], state.pending[slots], self.linear_attention.mixer()
-
-        def layer(p: gdn.Rows, recurrent: gated_delta.Recurrent, i: int):
-            return gated_delta.step(weights, recurrent, i, slots, base, pending, n_rows, p.projected, K)
-
-        return Mixing(state.recurrent, layer, leaves)
-
-    def _in_parts(self, state: TargetState, slots: Array, start: Array, n_rows: Array, K: int, rows: Rows) -> Mixing:
-        """The same with plain operations: what is folded, and what goes into the rings, for all layers at once."""
-        B, width = slots.shape[0], self.config.linear_conv_kernel_dim
-        split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
-        flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
-        h = folded(state, slots)
-        past = gated_delta.window(state.conv, slots, start, width - 1)
-
-        def layer(p: gdn.Projected, journal: tuple[tuple[Array, ...], ...], i: int):
-            mixed, decay = split(p.mixed), split(p.decay)
-            inputs = gated_delta.sliding(jnp.concatenate([past[i], mixed], axis=1), K, width)
-            q, k, v = (split(x) for x in rows(lambda w: self.linear_attention.convolve(w, i), flat(inputs)))
-            out, u = gated_delta.verify(h[i], q, k, v, decay, split(p.beta), n_rows)
-            return flat(out), (*journal, (k, u, decay, mixed))
-
-        def end(journal: tuple[tuple[Array, ...], ...]) -> dict[str, Array]:
-            names = ("journal_k", "journal_u", "journal_decay", "conv")
-            put_all = lambda name, x: put_ring(getattr(state, name), slots, start, jnp.stack(x))  # noqa: E731
-            rings = {name: put_all(name, x) for name, x in zip(names, zip(*journal, strict=True), strict=True)}
-            return {"h": put(state.h, slots, h), **rings}
-
-        return Mixing((), layer, end)
 
     def prefill(
         self,
