@@ -1,4 +1,4 @@
-# Targets: demo test test-gpu test-newest-jax compile-27b lint format bench locks clean, and venv, which the others need.
+# Targets: demo test test-all test-gpu test-newest-jax compile-27b lint format bench locks clean, and venv, which the others need.
 #
 # Everything runs in .venv, made on first use from the hashed locks in requirements/. Variables:
 #   PYTHON=/path/to/python   the interpreter to make .venv with (otherwise: the newest found, 3.12 to 3.14)
@@ -9,7 +9,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: demo test test-gpu test-newest-jax compile-27b lint format bench locks clean venv
+.PHONY: demo test test-all test-gpu test-newest-jax compile-27b lint format bench locks clean venv
 
 PYTHON ?=
 WORKERS ?= 2
@@ -24,6 +24,9 @@ demo: venv
 	$(BIN)/atlas-jax demo $(ARGS)
 
 test: venv .venv/.cuda-compile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not long" $(ARGS)
+
+test-all: venv .venv/.cuda-compile
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # The same tests with the newest jax there is, whatever pyproject.toml allows, and everything else as locked: what its next

@@ -12,10 +12,11 @@ from pallas_kernels.gated_delta import arg_specs as gated
 from pallas_kernels.gated_delta import triton as step_kernel
 
 pytestmark = pytest.mark.skipif(deviceless.packages() is None, reason=deviceless.MISSING)
+MORE = [("h200", "27b", 1), ("h200", "27b", 17), ("gb10", "27b", 1), ("gb10", "27b", 4)]
+MORE += [("h200", "35b-a3b", 4), ("gb10", "tiny-agent", 17)]
 CASES = pytest.mark.parametrize(
     ("target", "name", "K"),
-    [(target, "27b", K) for target in ("h200", "gb10") for K in (1, 4, 17)]
-    + [("h200", "35b-a3b", 4), ("gb10", "tiny-agent", 17)],
+    [("h200", "27b", 4), ("gb10", "27b", 17)] + [pytest.param(*case, marks=pytest.mark.long) for case in MORE],
 )
 
 

@@ -60,6 +60,7 @@ def first_row(r: Runtime) -> int:
     return int(r.loop._state.target.drafter_start[1])
 
 
+@pytest.mark.long
 def test_where_the_drafter_begins():
     """Cold, and warm with 32 of 40 tokens restored."""
     begins = {}
@@ -74,6 +75,7 @@ def test_where_the_drafter_begins():
     assert first_row(runtime(drafter_context="blind")) == 1
 
 
+@pytest.mark.long
 def test_blind_sees_no_row_of_the_prompt_and_full_sees_them_all():
     """A blind drafter drafts as one whose rows before the last token are something else, and that never had them written."""
     blind, full = runtime(drafter_context="blind"), runtime()
@@ -95,6 +97,7 @@ def test_blind_sees_no_row_of_the_prompt_and_full_sees_them_all():
     assert (np.abs(rows[1:40]).sum(1) > 0).all()
 
 
+@pytest.mark.long
 def test_without_refeeding_accepted_drafts_keep_the_rows_of_drafting():
     """Rows of a fully accepted round of three: those of the first two drafts stay, the third's, which nobody wrote, is fed."""
     rows = {}

@@ -101,6 +101,7 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("history", ["recorded", "own"])
 def test_play_keeps_the_recorded_or_the_own_answers(tmp_path, history):
@@ -253,6 +254,7 @@ def talking():
     return atlas_jax.Runtime(config, run, params_of(config, run), tokenizer)
 
 
+@pytest.mark.long
 def test_the_experiment_plays_every_arm_and_asserts_that_they_answer_alike(tmp_path, monkeypatch, capsys, talking):
     path = file_of(tmp_path, dict(id="a", messages=MESSAGES), dict(id="b", messages=MESSAGES[:3]))
     monkeypatch.setattr(atlas_jax, "load", lambda *args, **options: talking)
@@ -294,6 +296,7 @@ def test_the_oracle_says_what_it_needs(talking):
 # ---- the agentic benchmark
 
 
+@pytest.mark.long
 def test_conversations_in_a_row_leave_memory_flat_and_answers_alike(tmp_path, talking):
     """The short form of `bench/agentic.py --soak 300`; more conversations than the cache has room for."""
     rows = [dict(messages=[say("user", f"{i} {'bags ' * 8 * i}"), say("assistant", "Two."), say("user", "Sure?"),

@@ -101,6 +101,7 @@ def test_output_and_state_are_those_of_plain_decoding(drafter, options):
     assert looked  # else nothing was tested
 
 
+@pytest.mark.long
 def test_batches_and_stops():
     r = runtime()
     alone = [r.generate(p, max_tokens=40, drafter="none", **LOGGED) for p in PROMPTS]
@@ -145,6 +146,7 @@ def test_changing_the_number_of_rows_changes_nothing_else():
     assert_same(settled(1), state)
 
 
+@pytest.mark.long
 def test_auto_is_an_option():
     r = runtime()
     assert r.drafting(dict(drafter="none", drafts="auto"))[1] == 0

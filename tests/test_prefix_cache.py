@@ -133,6 +133,7 @@ def test_every_length_and_every_split():
             assert check(r, prompt).restored == check(r, prompt).restored == 0
 
 
+@pytest.mark.long
 def test_a_second_request_for_the_same_200_tokens_computes_a_tenth():
     r = runtime()
     first, second = (r.generate(TOKENS[:200], **ASKED) for _ in range(2))
@@ -140,6 +141,7 @@ def test_a_second_request_for_the_same_200_tokens_computes_a_tenth():
     assert second.restored == 192 and second.replayed == 8
 
 
+@pytest.mark.long
 def test_pages_chunks_and_intervals_that_differ():
     """An interval is a generator: chunks end where snapshots are due, here at 24, 32, 48, 64, 72 and 96; pages at every third."""
     r = runtime(page_size=32, prefill_chunk=24, snapshot_interval=32, max_length=96)
@@ -167,6 +169,7 @@ def test_pages_chunks_and_intervals_that_differ():
             whole(r)
 
 
+@pytest.mark.long
 def test_experts_in_bfloat16():
     """Rows of a chunk are sorted by expert: another way for one to depend on the others."""
     config = dataclasses.replace(CONFIGS["moe"], layer_types=(LINEAR, FULL))
@@ -195,6 +198,7 @@ def test_without_the_cache_the_answers_are_the_same():
     assert off.cache_stats().pages_cached == off.cache_stats().snapshots == 0
 
 
+@pytest.mark.long
 def test_whatever_lies_in_pages_and_snapshots_before_does_not_matter():
     r = runtime()
     r.generate(TOKENS[:5], **ASKED)
@@ -232,6 +236,7 @@ def test_ten_turns_compute_what_is_new():
     same(r.generate(history[: got.prompt_tokens], **ASKED), got)
 
 
+@pytest.mark.long
 def test_turns_after_stops_inside_an_accepted_span():
     """What is cut off, whoever cuts it, is nowhere in what the next turn finds."""
     r = runtime()
@@ -255,6 +260,7 @@ def test_turns_after_stops_inside_an_accepted_span():
         check(r, prompt + answer[:keep] + TOKENS[320:330])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ending", ["closed", "abandoned", "raised"])
 def test_turns_after_streams_that_were_not_read_to_the_end(ending):
     r = runtime()
@@ -272,6 +278,7 @@ def test_turns_after_streams_that_were_not_read_to_the_end(ending):
         assert got.restored >= (length - 1) // 16 * 16
 
 
+@pytest.mark.long
 def test_a_call_that_fails_before_it_runs_costs_nothing():
     @dataclasses.dataclass(frozen=True)
     class Broken:
@@ -302,6 +309,7 @@ def test_a_lost_state_is_a_cold_start():
     assert check(r, TOKENS[:40]).restored == 32
 
 
+@pytest.mark.long
 def test_one_batch_shares_what_its_first_prompt_brings():
     r = runtime()
     prompts = [TOKENS[:40], TOKENS[:33] + TOKENS[300:320]]
@@ -319,6 +327,7 @@ def test_one_batch_shares_what_its_first_prompt_brings():
 # ---- room
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [dict(), dict(snapshot_bytes=0), dict(snapshot_bytes=2 * SNAPSHOT),
                                      dict(snapshot_bytes=SNAPSHOT, host_snapshot_bytes=2 * SNAPSHOT)],
                          ids=["full", "none", "two", "one and two on the host"])  # fmt: skip
@@ -360,6 +369,7 @@ def test_the_entry_in_use_survives_and_the_oldest_goes():
     assert r.cache_stats().evicted > 0
 
 
+@pytest.mark.long
 def test_an_open_sessions_entry_goes_last():
     r = runtime(snapshot_bytes=2 * SNAPSHOT)
     session = r.session(TOKENS[:30], **ASKED)
@@ -373,6 +383,7 @@ def test_an_open_sessions_entry_goes_last():
     assert session.send(TOKENS[40:45]).restored == 0
 
 
+@pytest.mark.long
 def test_a_host_tier_brings_snapshots_back():
     r = runtime(snapshot_bytes=SNAPSHOT, host_snapshot_bytes=4 * SNAPSHOT)
     found: list[int] = []
@@ -409,6 +420,7 @@ def test_a_spoilt_snapshot_is_a_miss(how):
     assert check(r, prompt).restored == 48 and r.cache_stats().poisoned == 1
 
 
+@pytest.mark.long
 def test_a_spoilt_host_copy_is_a_miss():
     r = runtime(snapshot_bytes=SNAPSHOT, host_snapshot_bytes=4 * SNAPSHOT)
     store = r.loop.cache.snapshots
@@ -424,6 +436,7 @@ def test_a_spoilt_host_copy_is_a_miss():
         assert check(r, TOKENS[:20]).restored == 16
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layer", [0, 1], ids=["target", "drafter"])
 def test_spoilt_pages_fail_one_request_at_most(layer):
     """Nobody checks pages before use; an answer that they spoil ends with an error and takes them out of the tree."""

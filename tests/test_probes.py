@@ -35,6 +35,7 @@ def answers(probes: Probes, drafter: str = "mtp") -> Any:
     return runtime(probes).generate(PROMPTS, max_tokens=20, drafter=drafter, drafts=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("probes", [CHECKED, SHIFTED], ids=["checked", "shifted"])
 def test_no_probe_changes_the_output(probes):
     want = [a.token_ids for a in answers(OFF, "none")]
@@ -58,11 +59,13 @@ def test_the_drafter_is_fed_what_the_target_produced(drafter):
     assert answers(OFF)[0].fingerprints is None and "fingerprints" not in answers(OFF)[0].to_dict()
 
 
+@pytest.mark.long
 def test_fingerprints_see_a_wrong_pairing():
     for answer in answers(SHIFTED):
         assert answer.fingerprints.differed == answer.fingerprints.fed > 0
 
 
+@pytest.mark.long
 def test_fingerprints_see_a_single_bit():
     rows = jnp.asarray(np.random.default_rng(0).normal(size=(3, 64)), jnp.float32)
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -78,6 +81,7 @@ def test_fingerprints_see_a_single_bit():
         assert 0 not in seen
 
 
+@pytest.mark.long
 def test_a_shift_pairs_each_row_with_an_earlier_hidden():
     """The drafter's keys are those of (token p, hidden p - 1 - shift), across chunks and into decoded rows."""
     r, other = runtime(OFF), runtime(SHIFTED)

@@ -57,6 +57,7 @@ def test_turns_of_a_chat(thinking):
     assert known >= 768
 
 
+@pytest.mark.long
 def test_tool_calls_and_results():
     r = runtime()
     r.loop.cache.reset()
