@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(deviceless.packages() is None, reason=deviceless
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["h200", "gb10"])
+@pytest.mark.parametrize("target", [pytest.param("h200", marks=pytest.mark.long), "gb10"])
 def test_a_dispatch_is_one_command_buffer_and_its_state_stays_in_place(target):
     run = dataclasses.replace(RUN, dtype="bfloat16", layout="stacked", row_group=16)
     compiled = compile_round(target, CONFIGS["dense"], run, MtpChain(), K=4)

@@ -88,7 +88,7 @@ def decode(policy: Any, drafter: Any, prompt: list[int], n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("drafter", [LookupDrafter(1), EAGER], ids=["lookup", "hybrid"])
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", [{}, pytest.param(SAMPLED, marks=pytest.mark.long)], ids=["greedy", "sampled"])
 def test_output_and_state_are_those_of_plain_decoding(drafter, options):
     r, looked = runtime(), 0
     for prompt in PROMPTS:

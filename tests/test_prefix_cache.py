@@ -297,6 +297,7 @@ def test_a_call_that_fails_before_it_runs_costs_nothing():
     assert check(r, TOKENS[:40]).restored == 32
 
 
+@pytest.mark.long
 def test_a_lost_state_is_a_cold_start():
     r = runtime()
     check(r, TOKENS[:40])
@@ -358,6 +359,7 @@ def test_any_history_of_requests_in_little_room(changes):
     history()
 
 
+@pytest.mark.long
 def test_the_entry_in_use_survives_and_the_oldest_goes():
     r = runtime(snapshot_bytes=3 * SNAPSHOT)
     hot = TOKENS[:40]
@@ -459,6 +461,7 @@ def test_spoilt_pages_fail_one_request_at_most(layer):
         assert got.token_ids == cold(tuple(prompt))[0].token_ids
 
 
+@pytest.mark.long
 def test_a_snapshot_is_the_state_at_its_label_and_stays_so():
     """Labels say what was covered; decoding on, in the slot that it was taken from, changes no bit of it."""
     r = runtime()

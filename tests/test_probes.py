@@ -45,7 +45,7 @@ def test_no_probe_changes_the_output(probes):
         assert [a.acceptance.to_dict() for a in answers(probes)] == [a.acceptance.to_dict() for a in answers(OFF)]
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "random"])
+@pytest.mark.parametrize("drafter", ["mtp", pytest.param("random", marks=pytest.mark.long)])
 def test_the_drafter_is_fed_what_the_target_produced(drafter):
     for prompt, answer in zip(PROMPTS, answers(CHECKED, drafter), strict=True):
         found = answer.fingerprints
