@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from pallas_kernels.registry import platform
+from pallas_kernels.registry import GPU_OPTIONS
 
 
 def enable_compilation_cache() -> None:
@@ -31,26 +31,15 @@ def cost_folder() -> Path | None:
     return Path(folder).parent / "costs" if folder else None
 
 
-# A round, and the loop of rounds, as one CUDA graph: loops are not captured by default, nor is anything short.
-CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-
-
 def compiler_options(row_group: int) -> dict[str, str | int | bool]:
     """XLA options of every executable of ours.
 
     On a CPU, XLA hands products to YNNPACK, whose rows come out alike wherever they stand in a group, or to Eigen, whose rows do
     not. Where rows come one by one that does not matter, and Eigen, which packs less, is twice as fast (bench/NOTES.md).
 
-    On a GPU, bfloat16 is rounded where the program says so, whatever is fused; and products go to cuBLAS, which reads a layer out
-    of a stack in place, where XLA's own would copy it first inside a loop. Products of several row groups with one weight stay
-    apart: merged into one of more rows, they would come out otherwise than alone.
+    Those for a GPU stand in `pallas_kernels.registry`.
     """
-    if platform() == "gpu":
-        return {
-            "xla_gpu_enable_command_buffer": CAPTURED,
-            "xla_gpu_graph_min_graph_size": 1,
-            "xla_gpu_enable_triton_gemm": False,
-            "xla_gpu_dot_merger_threshold_mb": 0,
-            "xla_allow_excess_precision": False,
-        }
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if row_group == 1 and platform() == "cpu" else {}
+    if jax.default_backend() == "gpu":
+        return dict(GPU_OPTIONS)
+    alone = row_group == 1 and jax.default_backend() == "cpu"
+    return {"xla_cpu_experimental_ynn_fusion_type": ""} if alone else {}

@@ -75,7 +75,10 @@ def measure(
             most, draft_ms = max(rows), None
             if runtime.config.has_mtp and most > 1:
                 draft_ms = max(0.0, (timer.round_ms(MtpChain(), most) - step_ms[most]) / (most - 1))
-            floor = {k: 1e3 * moved_bytes(runtime, k, context, batch) / speed for k in rows}
+            floor = {
+                k: 1e3 * moved_bytes(runtime.config, runtime.run, runtime.params, k, context, batch) / speed
+                for k in rows
+            }
             out.append(Measured(Cost(context, batch, step_ms, draft_ms), floor))
             timer.close()
     return speed, out
@@ -130,22 +133,21 @@ class _Timer:
             self.loop.cache.close(sequence, failed_in=None)
 
 
-def moved_bytes(runtime: Runtime, rows: int, context: int, batch: int) -> int:
+def moved_bytes(config: ModelConfig, run: RunConfig, params: Any, rows: int, context: int, batch: int) -> int:
     """Bytes that a verify must move: weights and KV read once, recurrent state read and written once. Of experts, those that so
     many rows are expected to choose."""
-    config = runtime.config
     total = rows * batch
     chosen = 1.0
     if config.num_experts:
         chosen = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** total
     weights = 0.0
-    for path, x in jax.tree.leaves_with_path(runtime.params["params"]):
+    for path, x in jax.tree.leaves_with_path(params["params"]):
         keys = [str(getattr(key, "key", key)) for key in path]
         if keys[0] == "mtp" or (keys[0] == "embedding" and not config.tie_word_embeddings):
             continue
         experts = config.num_experts and keys[0] == "feed_forward" and keys[1] in ("gate_up", "down")
         weights += x.nbytes * (chosen if experts else 1.0)
-    itemsize = jnp.dtype(runtime.run.dtype).itemsize
+    itemsize = jnp.dtype(run.dtype).itemsize
     kv = config.num_full_layers * context * 2 * config.num_key_value_heads * config.head_dim * itemsize
     head_state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
     return int(weights + batch * (kv + 2 * config.num_linear_layers * head_state))

@@ -2,8 +2,8 @@
 
     python bench/step.py [--shape qwen3.5-27b] [--rows K …] [--context N] [--drafts D] [--prefill CHUNK …]
 
-Prints, for one sequence: the compile time and the memory of each executable; a verify of K rows that accepts nothing, without a
-drafter; a cycle of D drafts by the MTP head; and the time to the first token of a long prompt, with and without the drafter's
+Prints, for one sequence: the compile time and the memory of each executable; a verify of K rows whose drafts are random, without
+the head; a cycle of D drafts by the MTP head; and the time to the first token of a long prompt, with and without the drafter's
 rows. Rounds run several a dispatch, as decoding runs them. The weights are noise, so nothing that depends on text is measured.
 """
 
@@ -14,36 +14,21 @@ import concurrent.futures
 import dataclasses
 import functools
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlas_jax.config import ModelConfig, RunConfig
+from atlas_jax.config import RunConfig
 from atlas_jax.decode import round as rounds
-from atlas_jax.decode.drafters import NoDrafter, Proposal
+from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.mtp import MtpChain
 from atlas_jax.decode.state import RUNNING, init_decode
 from atlas_jax.models import HybridModel, call
 from atlas_jax.settings import compiler_options
+from atlas_jax.verify_cost import RandomRows, copy_speed, moved_bytes
 from atlas_jax.weights.presets import random_params, resolve
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """Drafts that cost nothing and are never right."""
-
-    name: ClassVar[str] = "refused"
-    by_hidden: ClassVar[bool] = False
-
-    def init(self, config: ModelConfig, run: RunConfig) -> Any:
-        return ()
-
-    def propose(self, context: Any, target: Any, state: Any, drafts: int) -> Proposal:
-        B = context.slots.shape[0]
-        wrong = jnp.full((B, drafts), context.vocab_size - 1, jnp.int32)
-        return Proposal(wrong, jnp.full(B, drafts, jnp.int32), target, state)
 
 
 class Shape:
@@ -134,27 +119,6 @@ def standing(state: Any, context: int) -> Any:
     return dataclasses.replace(state, target=target, finish=ones * RUNNING, remaining=ones * 10**6, feed_count=ones)
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written."""
-    x = jnp.arange(1 << 29, dtype=jnp.float32)
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    x = add(add(x)).block_until_ready()
-    began = time.perf_counter()
-    for _ in range(10):
-        x = add(x)
-    x.block_until_ready()
-    return 20 * x.nbytes / (time.perf_counter() - began)
-
-
-def floor_ms(shape: Shape, context: int, bandwidth: float) -> float:
-    """Every weight but the embedding once, the recurrent state there and back, the keys and values of `context` once."""
-    c = shape.config
-    weights = sum(x.nbytes for x in jax.tree.leaves(shape.params)) - shape.params["params"]["embedding"].nbytes
-    recurrent = 2 * shape.state.target.h.nbytes // 2  # of one of two slots
-    kv = 2 * context * c.num_full_layers * c.num_key_value_heads * c.head_dim * 2
-    return 1e3 * (weights + recurrent + kv) / bandwidth
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="The whole step of a shape with random weights, beside its floor.")
     parser.add_argument("--shape", default="qwen3.5-27b")
@@ -164,7 +128,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[256, 2048])
     parser.add_argument("--prompt", type=int, default=8192)
     args = parser.parse_args()
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_speed()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     prefill: dict[tuple[bool, int], float] = {}
     for mtp in (False, True):
@@ -177,10 +141,10 @@ def main() -> None:
             f"\n{args.shape}, {'with' if mtp else 'without'} the MTP head: {weights / 1e9:.2f} GB of weights, {count} arguments"
         )
         print(f"made in {time.perf_counter() - began:.0f} s", flush=True)
-        wanted: list[tuple[Any, int]] = [(NoDrafter() if K == 1 else Refused(), K) for K in args.rows]
+        wanted: list[tuple[Any, int]] = [(NoDrafter() if K == 1 else RandomRows(), K) for K in args.rows]
         if mtp:
             wanted = [(NoDrafter(), 1), (MtpChain(), args.drafts + 1)]
-        floor = floor_ms(shape, args.context, bandwidth)
+        floor = 1e3 * moved_bytes(shape.config, shape.run, shape.params, 1, args.context, 1) / bandwidth
         with concurrent.futures.ThreadPoolExecutor() as pool:
             made = list(pool.map(shape.compiled, *zip(*wanted, strict=True)))
         first = 0.0
@@ -189,7 +153,7 @@ def main() -> None:
             first = first or ms
             memory = executable.memory_analysis()
             print(
-                f"{drafter.name:8} K = {K:2}: {ms:7.3f} ms, {ms / first:.3f}x K = 1, {ms / floor:.3f}x the floor of {floor:.2f} ms "
+                f"{drafter.name:11} K = {K:2}: {ms:7.3f} ms, {ms / first:.3f}x K = 1, {ms / floor:.3f}x the floor of {floor:.2f} "
                 f"(traced in {traced:.0f} s, compiled in {compiled:.0f} s {len(made)} at once), "
                 f"{memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries",
                 flush=True,

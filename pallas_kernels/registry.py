@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 
-_target: contextvars.ContextVar[str | None] = contextvars.ContextVar("target platform", default=None)
-
-
-def platform() -> str:
-    """The platform that programs are traced for: this process's own, or that of `compiling_for`."""
-    return _target.get() or jax.default_backend()
+# XLA's options for GPU programs. A round, and the loop of rounds, as one CUDA graph: loops are not captured by default, nor is
+# anything short. Products go to cuBLAS, which reads a layer out of a stack in place, where XLA's own would copy it first inside a
+# loop. Products of several row groups with one weight stay apart: merged into one of more rows, they would come out otherwise than
+# alone. And bfloat16 is rounded where the program says so, whatever is fused.
+GPU_OPTIONS: dict[str, str | int | bool] = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_allow_excess_precision": False,
+}
 
 
 def large_shared_memory() -> bool:
     """Whether a block of the GPU has some 200 KiB of shared memory (data-centre cards), rather than 99 (GB10 and others)."""
     return any(name in jax.devices()[0].device_kind for name in ("H100", "H200", "H20", "GH200", "B200", "B300"))
-
-
-@contextlib.contextmanager
-def compiling_for(name: str) -> Iterator[None]:
-    """Traces for another platform ("gpu", "cpu") than this process runs on, to compile without the device."""
-    token = _target.set(name)
-    try:
-        yield
-    finally:
-        _target.reset(token)
 
 
 def choose[F: Callable](
@@ -40,7 +33,7 @@ def choose[F: Callable](
         ValueError: no implementation has that name.
     """
     if name is None:
-        name = by_platform.get(platform(), "reference")
+        name = by_platform.get(jax.default_backend(), "reference")
     if name not in implementations:
         raise ValueError(f"{operation} has no implementation {name!r}; it has {', '.join(sorted(implementations))}")
     return implementations[name]

@@ -19,12 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.registry import platform
-
 
 def bucket(rows: int, group: int) -> int:
     """How many rows to pad `rows` to before they pass through a program of `by_row_group`s."""
-    return -(-rows // group) * group if platform() == "gpu" else rows
+    return -(-rows // group) * group if jax.default_backend() == "gpu" else rows
 
 
 def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) -> Any:
@@ -37,7 +35,7 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) 
     Returns: what `f` returns, with leading axis R again.
     """
     R = rows[0].shape[0]
-    if platform() == "gpu":
+    if jax.default_backend() == "gpu":
         padded = [pad_rows(x, bucket(R, group)) for x in rows]
         parts = [f(*(x[i : i + group] for x in padded)) for i in range(0, bucket(R, group), group)]
         return jax.tree.map(lambda *ys: (ys[0] if len(ys) == 1 else jnp.concatenate(ys))[:R], *parts)

@@ -10,12 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# As of the runtime's executables: a chain of calls is one CUDA graph, and bfloat16 is rounded where the program says so.
-OPTIONS = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
-    "xla_gpu_graph_min_graph_size": 1,
-    "xla_allow_excess_precision": False,
-}
+from pallas_kernels.registry import GPU_OPTIONS
+
 COMPILERS = ThreadPoolExecutor(12)
 
 
@@ -28,7 +24,7 @@ def require_gpu() -> None:
 def compiled(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Future[Any]:
     """Starts to compile `function` for the shapes of `args`."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    make = lambda: jax.jit(function, donate_argnums=donate).lower(*shapes).compile(OPTIONS)  # noqa: E731
+    make = lambda: jax.jit(function, donate_argnums=donate).lower(*shapes).compile(GPU_OPTIONS)  # noqa: E731
     return COMPILERS.submit(make)
 
 

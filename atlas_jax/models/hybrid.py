@@ -22,7 +22,6 @@ from atlas_jax.shapes import Array, Float, Int
 from atlas_jax.state.target import TargetState
 from pallas_kernels import gated_delta, paged_attention
 from pallas_kernels.linear import linear
-from pallas_kernels.registry import platform
 from pallas_kernels.rows import bucket, by_row_group, live_rows, pad_rows
 
 Rows = Callable[..., Any]
@@ -184,7 +183,7 @@ class HybridModel(nn.Module):
         table = state.page_table[slots]
         flat = lambda x: pad_rows(x.reshape(B * K), bucket(B * K, self.row_group))  # noqa: E731
 
-        fused = platform() == "gpu"
+        fused = jax.default_backend() == "gpu"
         mixing = (linear_layers.fused if fused else linear_layers.in_parts)(
             self.linear_attention, state, slots, start, n_rows, K, rows
         )

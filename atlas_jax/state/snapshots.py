@@ -39,14 +39,9 @@ def folded(state: TargetState, slots: Int[Array, " B"]) -> Float[Array, "Lg B Hv
 
 def settle(state: TargetState, slots: Int[Array, " B"]) -> TargetState:
     """Folds the committed journal rows of `slots` into h: base moves to the committed length, pending to 0."""
-    return settle_with(state, slots, folded(state, slots))
-
-
-def settle_with(state: TargetState, slots: Int[Array, " B"], h: Array) -> TargetState:
-    """`settle`, given what `folded` returned."""
     return dataclasses.replace(
         state,
-        h=put(state.h, slots, h),
+        h=put(state.h, slots, folded(state, slots)),
         base=state.base.at[slots].add(state.pending[slots]),
         pending=state.pending.at[slots].set(0),
         rows=state.rows.at[slots].set(0),

@@ -4,8 +4,9 @@
 
 A layer of the 27B shape (16 key and 48 value heads of 128x128). A step is timed as the runtime runs it: all layers one after
 another in one CUDA graph, `T` new rows with `T` pending ones to fold. Its floor is the state, read and written once, at the copy
-bandwidth measured first; that of a prefill is not stated: it is bound by the chain of chunks. The peer's column holds figures of an
-H200 (issue 3); where `fla` can be imported it is measured too, without the convolution and the gates, which our step includes.
+bandwidth measured first; that of a prefill is not stated: it is bound by the chain of chunks. The peer's column holds what was
+measured earlier on an H200; where `fla` can be imported it is measured too, without the convolution and the gates, which our step
+includes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.gated_delta.forms import Journal
-from pallas_kernels.rows import by_sequence
+from pallas_kernels.rows import by_sequence, pad_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -191,5 +191,4 @@ def step(
         u=put(state.u, u),
         decay=put(state.decay, decay),
     )
-    out = out.reshape(B * K, Hv, Dv)
-    return jnp.pad(out, ((0, projected.shape[0] - B * K), (0, 0), (0, 0))), state
+    return pad_rows(out.reshape(B * K, Hv, Dv), projected.shape[0]), state

@@ -1,7 +1,7 @@
 """Paged attention of a few rows a sequence, and the write before it, as Pallas-Triton kernels.
 
 Keys are cut into units of a fixed number of tokens. Program p of a head takes the units p, p + programs, … and leaves a partial
-softmax (Milakov & Gimelshein, 2018); a second kernel combines the partials of a row in order. Neither the units nor the order
+softmax (`softmax.py`); a second kernel combines the partials of a row in order. Neither the units nor the order
 depend on how many rows or sequences there are, and rows pass in tiles of 16: a row's bits depend on its own length only.
 """
 
@@ -16,14 +16,13 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.paged_attention import triton_prefill
+from pallas_kernels.paged_attention import softmax, triton_prefill
 
 ROWS = 16  # of a tile: what one tensor-core instruction takes
 UNIT = 32  # tokens
 TILES = 2  # that a program holds: more rows are more programs, which find the keys in the cache
 PROGRAMS = 256  # of one sequence, over all heads: two for each multiprocessor of the largest card in mind
 FEW = 32  # rows of a sequence, at most, that are a verify's: more are a prefill chunk
-LOWEST = -1e30  # finite: a unit without a visible key must not give inf - inf
 
 
 def write(pages: Any, layer: int, *args: Any, **tuning: Any) -> Any:
@@ -196,7 +195,7 @@ def _partials(
                 finite = jnp.sum(jnp.abs(value.astype(jnp.float32)), axis=1) < jnp.inf
                 value = jnp.where(finite[:, None], value, 0)
             after = []
-            for (x, limit), (old_high, old_total, old_mixed) in zip(queries, parts, strict=True):
+            for (x, limit), running in zip(queries, parts, strict=True):
                 score = plgpu.dot(x, key, precision=precision) * scale
                 seen = position[None, :] <= limit[:, None]
                 if hides:
@@ -204,18 +203,13 @@ def _partials(
                 if not settled:
                     score = jnp.where(finite[None, :], score, jnp.nan)
                 score = jnp.where(seen, score, -jnp.inf)
-                high = jnp.maximum(old_high, jnp.max(score, axis=1))
-                weight = jnp.exp(score - high[:, None])
-                keep = jnp.exp(old_high - high)
-                new = old_mixed * keep[:, None] + plgpu.dot(weight.astype(value.dtype), value, precision=precision)
-                after.append((high, old_total * keep + jnp.sum(weight, axis=1), new))
+                after.append(softmax.add(running, score, value, precision))
             return tuple(after)
 
-        empty = (jnp.full(ROWS, LOWEST, jnp.float32), jnp.zeros(ROWS, jnp.float32), jnp.zeros((ROWS, Dh), jnp.float32))
         # Units that end at or before `start` hold committed rows only.
         mine = lambda units: jnp.maximum(units - program + programs - 1, 0) // programs  # noqa: E731
         settled, everything = mine(start // unit), mine(used)
-        carry = jax.lax.fori_loop(0, settled, functools.partial(step, settled=True), (empty,) * tiles)
+        carry = jax.lax.fori_loop(0, settled, functools.partial(step, settled=True), (softmax.empty(ROWS, Dh),) * tiles)
         carry = jax.lax.fori_loop(settled, everything, functools.partial(step, settled=False), carry)
         for tile, (high, sum_, mix) in enumerate(carry):
             part = pl.ds(row + tile * ROWS, ROWS)
@@ -235,7 +229,7 @@ def _combine(starts, counts, mixed, highest, total, out, *, K, group, unit, prog
     live = every < used
     at = mixed.at[b, kv, every[:, None], m, mine[None, :]]
     parts = plgpu.load(at, mask=jnp.broadcast_to(live[:, None], (programs, columns)), other=0.0)
-    high = plgpu.load(highest.at[b, kv, every, m], mask=live, other=LOWEST)
+    high = plgpu.load(highest.at[b, kv, every, m], mask=live, other=softmax.LOWEST)
     sums = plgpu.load(total.at[b, kv, every, m], mask=live, other=0.0)
     weight = jnp.exp(high - jnp.max(high, axis=0))
     denominator = jnp.maximum(jnp.sum(weight * sums, axis=0), 1e-30)

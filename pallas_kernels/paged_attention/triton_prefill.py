@@ -11,9 +11,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.paged_attention import softmax
 from pallas_kernels.registry import large_shared_memory
-
-LOWEST = -1e30
+from pallas_kernels.rows import pad_rows
 
 
 @functools.partial(jax.jit, static_argnames=("K", "hides", "rows", "unit", "num_warps", "num_stages", "interpret"))
@@ -53,8 +53,7 @@ def attend(
         interpret=interpret,
         name="paged_attention_prefill",
     )(layer, page_table, start, n_rows, first, padded, *pages)
-    out = out[:, :K].reshape(B * K, H, Dh)
-    return jnp.pad(out, ((0, R - B * K), (0, 0), (0, 0)))
+    return pad_rows(out[:, :K].reshape(B * K, H, Dh), R)
 
 
 def _tile(layers, table, starts, counts, firsts, q, keys, values, out, *, rows, unit, hides, precision):
@@ -69,7 +68,6 @@ def _tile(layers, table, starts, counts, firsts, q, keys, values, out, *, rows, 
     whole, used = (start + tile * rows) // unit, (end + unit - 1) // unit
 
     def step(index, carry, masked):
-        old_high, old_total, old_mixed = carry
         page = table[b, jax.lax.div(index, jnp.int32(per_page))]
         tokens = pl.ds(jax.lax.rem(index, jnp.int32(per_page)) * unit, unit)
         key = keys[layer, page, kv, :, tokens].astype(q.dtype)
@@ -82,13 +80,9 @@ def _tile(layers, table, starts, counts, firsts, q, keys, values, out, *, rows, 
         if hides:
             value = jnp.where((position >= firsts[b])[:, None], value, 0)
             score = jnp.where((position >= firsts[b])[None, :], score, -jnp.inf)
-        high = jnp.maximum(old_high, jnp.max(score, axis=1))
-        weight = jnp.exp(score - high[:, None])
-        keep = jnp.exp(old_high - high)
-        mixed = old_mixed * keep[:, None] + plgpu.dot(weight.astype(value.dtype), value, precision=precision)
-        return high, old_total * keep + jnp.sum(weight, axis=1), mixed
+        return softmax.add(carry, score, value, precision)
 
-    carry = (jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((rows, Dh), jnp.float32))
+    carry = softmax.empty(rows, Dh)
     carry = jax.lax.fori_loop(0, jnp.minimum(whole, used), functools.partial(step, masked=False), carry)
     _, total, mixed = jax.lax.fori_loop(jnp.minimum(whole, used), used, functools.partial(step, masked=True), carry)
     out[b, pl.ds(tile * rows, rows), head, :] = (mixed / jnp.maximum(total, 1e-30)[:, None]).astype(out.dtype)
