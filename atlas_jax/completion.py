@@ -23,6 +23,7 @@ class Timings:
     ttft_ms: float  # from the call to the first token
     tpot_ms: float  # mean time of each token after the first
     tokens_per_s: float  # of the whole answer, the prompt's prefill included
+    queue_ms: float = 0.0  # of ttft_ms, what a request waited for a slot of the engine
 
     def to_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)
@@ -78,6 +79,8 @@ class Delta:
     text: str
     finish_reason: str | None = None
     completion: Completion | None = None
+    logprobs: list[float] | None = None  # of these tokens, where asked for
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 class Answer:

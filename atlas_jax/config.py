@@ -129,7 +129,8 @@ class ModelConfig:
         return self.mtp_num_hidden_layers > 0
 
 
-def _at_least(low: int, name: str, value: object) -> None:
+def at_least(low: int, name: str, value: object) -> None:
+    """Raises ConfigError unless `value` is an integer of at least `low`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
     if value < low:
@@ -151,7 +152,7 @@ class Probes:
     fingerprints: bool = False
 
     def __post_init__(self) -> None:
-        _at_least(0, "shift", self.shift)
+        at_least(0, "shift", self.shift)
         if not isinstance(self.fingerprints, bool):
             raise ConfigError(f"fingerprints must be True or False, got {self.fingerprints!r}")
 
@@ -214,8 +215,8 @@ class RunConfig:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
         for name in "slots max_length row_group page_size prefill_chunk rounds_per_dispatch".split():
-            _at_least(1, name, getattr(self, name))
-        _at_least(0, "max_drafts", self.max_drafts)
+            at_least(1, name, getattr(self, name))
+        at_least(0, "max_drafts", self.max_drafts)
         if self.row_group != 1 and (self.row_group < 4 or self.row_group & (self.row_group - 1)):
             # in others, a row's place in its group changes its bits: a product of 12 rows is one of 8 and four of one
             raise ConfigError(f"row_group must be 1 or a power of two from 4 on, got {self.row_group}")
@@ -224,9 +225,9 @@ class RunConfig:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("page_cache_bytes", "snapshot_bytes", "host_snapshot_bytes"):
             if getattr(self, name) is not None:
-                _at_least(0, name, getattr(self, name))
+                at_least(0, name, getattr(self, name))
         if self.snapshot_interval is not None:
-            _at_least(1, "snapshot_interval", self.snapshot_interval)
+            at_least(1, "snapshot_interval", self.snapshot_interval)
             if self.snapshot_interval % self.page_size:
                 raise ConfigError(
                     f"snapshot_interval must be a multiple of the page size {self.page_size}, got {self.snapshot_interval}"

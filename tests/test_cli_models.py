@@ -73,7 +73,7 @@ def test_streamed_text_json_and_plain_decoding_agree(run, messages, loaded_once)
     assert (code, err) == (0, "")
     got = json.loads(out)
     assert set(got) >= {"token_ids", "text", "finish_reason", "acceptance", "timings"}
-    assert set(got["timings"]) == {"compile_s", "ttft_ms", "tpot_ms", "tokens_per_s"}
+    assert set(got["timings"]) == {"compile_s", "ttft_ms", "tpot_ms", "tokens_per_s", "queue_ms"}
     acceptance = got["acceptance"]
     assert acceptance["drafted"] > 0 and len(acceptance["positions"]) == 3
     # Every verify emits its own token and the drafts it accepts.
