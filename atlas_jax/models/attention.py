@@ -37,7 +37,7 @@ class Attention(Block):
         """Input projection of layer `i`; a head's query and gate lie beside each other in the weight."""
         c = self.config
         H, Hkv, Dh = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        qg, k, v = jnp.split(project(x, self.in_proj[i]), [2 * H * Dh, (2 * H + Hkv) * Dh], axis=-1)
+        qg, k, v = jnp.split(project(x, self.in_proj, i), [2 * H * Dh, (2 * H + Hkv) * Dh], axis=-1)
         q, gate = jnp.split(qg.reshape(*x.shape[:-1], H, 2 * Dh), 2, axis=-1)
         k, v = (y.reshape(*x.shape[:-1], Hkv, Dh) for y in (k, v))
         q, k = rms_norm(q, self.q_norm[i], c.rms_norm_eps), rms_norm(k, self.k_norm[i], c.rms_norm_eps)
@@ -49,7 +49,7 @@ class Attention(Block):
     ) -> Float[Array, "*rows D"]:
         """Output gate, then the output projection of layer `i`."""
         y = out * jax.nn.sigmoid(gate)
-        return project(y.reshape(*y.shape[:-2], -1), self.out_proj[i])
+        return project(y.reshape(*y.shape[:-2], -1), self.out_proj, i)
 
 
 def causal_attention(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from atlas_jax.config import ModelConfig
 from atlas_jax.models.attention import Attention, Projected
 from atlas_jax.models.feed_forward import feed_forward
-from atlas_jax.models.layers import project, rms_norm, scaled_normal
+from atlas_jax.models.layers import parameter, project, rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
 
 
@@ -22,7 +22,7 @@ class MtpDrafter(nn.Module):
 
     def setup(self) -> None:
         D = self.config.hidden_size
-        self.fc = self.param("fc", scaled_normal(2 * D), (2 * D, D), self.dtype)
+        self.fc = parameter(self, "fc", lambda key: scaled_normal(2 * D)(key, (2 * D, D), self.dtype))
         for name in ("embedding_norm", "hidden_norm", "input_norm", "post_norm", "final_norm"):
             setattr(self, name, self.param(name, nn.initializers.zeros, (D,), jnp.float32))
         self.attention = Attention(self.config, 1, self.dtype, self.layout)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.models.layers import Block, project, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
+from pallas_kernels import linear
 
 
-def swiglu(x: Float[Array, "*rows D"], gate_up: Array, down: Array) -> Float[Array, "*rows D"]:
-    """down(silu(gate) * up), gate and up side by side in one weight."""
-    gate, up = jnp.split(project(x, gate_up), 2, axis=-1)
-    return project(jax.nn.silu(gate) * up, down)
+def swiglu(x: Float[Array, "*rows D"], gate_up: Any, down: Any, i: int) -> Float[Array, "*rows D"]:
+    """down(silu(gate) * up) of layer `i`, gate and up side by side in one weight."""
+    return project(gated(project(x, gate_up, i)), down, i)
+
+
+def gated(gate_up: Float[Array, "*rows both"]) -> Float[Array, "*rows inner"]:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 class DenseFeedForward(Block):
@@ -25,7 +32,7 @@ class DenseFeedForward(Block):
         self.down = self.weight("down", scaled_normal(inner), (inner, D))
 
     def __call__(self, x: Float[Array, "R D"], i: int, *, few_rows: bool) -> Float[Array, "R D"]:
-        return swiglu(x, self.gate_up[i], self.down[i])
+        return swiglu(x, self.gate_up, self.down, i)
 
 
 class MoeFeedForward(Block):
@@ -49,12 +56,12 @@ class MoeFeedForward(Block):
         out = routed[:, 0] * weights[:, :1]
         for rank in range(1, weights.shape[1]):
             out = out + routed[:, rank] * weights[:, rank : rank + 1]
-        shared = swiglu(x, self.shared_gate_up[i], self.shared_down[i])
-        return out + jax.nn.sigmoid(project(x, self.shared_gate[i])) * shared
+        shared = swiglu(x, self.shared_gate_up, self.shared_down, i)
+        return out + jax.nn.sigmoid(project(x, self.shared_gate, i)) * shared
 
     def route(self, x: Float[Array, "R D"], i: int) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
         """Weights (in `x.dtype`) and ids of the chosen experts, best first."""
-        probabilities = jax.nn.softmax(project(x, self.router[i]).astype(jnp.float32), axis=-1)
+        probabilities = jax.nn.softmax(project(x, self.router, i).astype(jnp.float32), axis=-1)
         weights, experts = jax.lax.top_k(probabilities, self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -62,23 +69,16 @@ class MoeFeedForward(Block):
 
     def _by_pair(self, x: Array, experts: Array, i: int) -> Array:
         k = experts.shape[1]
-        gate_up, down = self.gate_up[i], self.down[i]
-
-        def pair(xs: tuple[Array, Array]) -> Array:
-            row, expert = xs
-            return swiglu(row[None], gate_up[expert], down[expert])[0]
-
-        out = jax.lax.map(pair, (jnp.repeat(x, k, axis=0), experts.reshape(-1)))
+        product = lambda a, w: linear.by_expert(a, w, experts.reshape(-1), i).astype(x.dtype)  # noqa: E731
+        out = product(gated(product(jnp.repeat(x, k, axis=0), self.gate_up)), self.down)
         return out.reshape(x.shape[0], k, -1)
 
     def _grouped(self, x: Array, experts: Array, i: int) -> Array:
         k = experts.shape[1]
         order = jnp.argsort(experts.reshape(-1), stable=True)
         sizes = jnp.bincount(experts.reshape(-1), length=self.config.num_experts).astype(jnp.int32)
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        product = lambda a, w: jax.lax.ragged_dot(a, w, sizes, precision=precision, preferred_element_type=jnp.float32)  # noqa: E731
-        gate, up = jnp.split(product(x[order // k], self.gate_up[i]).astype(x.dtype), 2, axis=-1)
-        out = product(jax.nn.silu(gate) * up, self.down[i]).astype(x.dtype)
+        product = lambda a, w: linear.grouped(a, w, sizes, i).astype(x.dtype)  # noqa: E731
+        out = product(gated(product(x[order // k], self.gate_up)), self.down)
         return jnp.zeros_like(out).at[order].set(out).reshape(x.shape[0], k, -1)
 
 

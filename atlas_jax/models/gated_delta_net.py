@@ -60,7 +60,7 @@ class GatedDeltaNet(Block):
     def project_rows(self, x: Float[Array, "*rows D"], i: int) -> Rows:
         """Input projection of layer `i` for `gated_delta.step`, which takes it as it comes."""
         c = self.config
-        out = project(x, self.in_proj[i])
+        out = project(x, self.in_proj, i)
         gate = out[..., c.conv_channels : c.conv_channels + c.value_size]
         return Rows(out, gate.reshape(*x.shape[:-1], c.linear_num_value_heads, c.linear_value_head_dim))
 
@@ -83,4 +83,4 @@ class GatedDeltaNet(Block):
     ) -> Float[Array, "*rows D"]:
         """Gated norm a head, then the output projection of layer `i`."""
         y = gated_rms_norm(out, self.norm[i], gate, self.config.rms_norm_eps)
-        return project(y.reshape(*y.shape[:-2], -1), self.out_proj[i])
+        return project(y.reshape(*y.shape[:-2], -1), self.out_proj, i)

@@ -17,7 +17,7 @@ from atlas_jax.models import linear_layers
 from atlas_jax.models.attention import Attention, causal_attention
 from atlas_jax.models.drafter import MtpDrafter
 from atlas_jax.models.feed_forward import feed_forward
-from atlas_jax.models.layers import rms_norm, scaled_normal
+from atlas_jax.models.layers import parameter, rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
 from atlas_jax.state.target import TargetState
 from pallas_kernels import gated_delta, paged_attention
@@ -53,7 +53,8 @@ class HybridModel(nn.Module):
             "embedding", scaled_normal(c.hidden_size), (c.vocab_size, c.hidden_size), self.dtype
         )
         if not c.tie_word_embeddings:
-            self.head = self.param("head", scaled_normal(c.hidden_size), (c.hidden_size, c.vocab_size), self.dtype)
+            size = c.hidden_size, c.vocab_size
+            self.head = parameter(self, "head", lambda key: scaled_normal(c.hidden_size)(key, size, self.dtype))
         zeros = nn.initializers.zeros
         self.input_norm = self.param("input_norm", zeros, (c.num_layers, c.hidden_size), jnp.float32)
         self.post_norm = self.param("post_norm", zeros, (c.num_layers, c.hidden_size), jnp.float32)

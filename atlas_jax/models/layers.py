@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from atlas_jax.config import ModelConfig
 from atlas_jax.shapes import Array, Float, Int
 from pallas_kernels.linear import linear
+from pallas_kernels.w4a16 import FORMS
 
 Initializer = Callable[..., Array]
 
@@ -25,7 +27,7 @@ class Block(nn.Module):
 
     Attributes:
         layout: "stacked" holds one array [layers, …] a weight, "layers" a tuple of arrays […] (see `RunConfig.layout`).
-            Either way a layer's weight is `weight[i]`.
+            Either way `project(x, weight, i)` takes layer i of it, and a `vector`'s is `vector[i]`.
     """
 
     config: ModelConfig
@@ -37,17 +39,25 @@ class Block(nn.Module):
         """Declares a weight of `shape` for each layer."""
         dtype = self.dtype if dtype is None else dtype
         if self.layout == "stacked":
-            return self.param(name, init, (self.layers, *shape), dtype)
-        return self.param(name, lambda key: tuple(init(k, shape, dtype) for k in jax.random.split(key, self.layers)))
+            return parameter(self, name, lambda key: init(key, (self.layers, *shape), dtype))
+        split = lambda key: jax.random.split(key, self.layers)  # noqa: E731
+        return parameter(self, name, lambda key: tuple(init(k, shape, dtype) for k in split(key)))
 
     def vector(self, name: str, init: Initializer, shape: tuple[int, ...]):
         """Declares a small float32 weight (a norm, a gate bias) of `shape` for each layer."""
         return self.weight(name, init, shape, jnp.dtype("float32"))
 
 
-def project(x: Float[Array, "*rows D"], weight: Array) -> Float[Array, "*rows N"]:
-    """`x @ weight`, rounded to `x.dtype`."""
-    return linear(x, weight).astype(x.dtype)
+def project(x: Float[Array, "*rows D"], weight: Any, i: int | None = None) -> Float[Array, "*rows N"]:
+    """`x @ weight`, or layer `i` of a block's weight, in whichever form (see `pallas_kernels.linear`); rounded to `x.dtype`."""
+    return linear(x, weight, i).astype(x.dtype)
+
+
+def parameter(module: nn.Module, name: str, init: Callable[[Array], Any]) -> Any:
+    """Declares a weight that a checkpoint may hold in a packed form, which has shapes of its own."""
+    held = module.get_variable("params", name) if module.has_variable("params", name) else None
+    packed = any(isinstance(x, FORMS) for x in jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, FORMS)))
+    return held if packed else module.param(name, init)
 
 
 def rms_norm(x: Float[Array, "*rows D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:

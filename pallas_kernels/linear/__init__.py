@@ -1,3 +1,3 @@
-from pallas_kernels.linear.api import linear
+from pallas_kernels.linear.api import by_expert, grouped, linear
 
-__all__ = ["linear"]
+__all__ = ["by_expert", "grouped", "linear"]

@@ -1,22 +1,81 @@
-"""Products of activation rows with a weight. Callers that need bits independent of the row count pass whole row groups
+"""Products of activation rows with a weight of any form. Callers that need bits independent of the row count pass whole row groups
 (`pallas_kernels.rows.by_row_group`)."""
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import w4a16
 from pallas_kernels.linear import reference
 from pallas_kernels.registry import choose
+from pallas_kernels.w4a16.forms import ByLayer, Packed, SideBySide
 
 IMPLEMENTATIONS = {"reference": reference.linear}
 
 
 def linear(
     x: Float[Array, "*rows D"],
-    weight: Float[Array, ...],
+    weight: Any,
+    layer: int | None = None,
     *,
     transposed: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*rows N"]:
-    """`x @ weight` for a weight [D, N], or `x @ weight.T` for a `transposed` weight [N, D]; accumulated and returned in float32."""
-    return choose("linear", IMPLEMENTATIONS, implementation, {})(x, weight, transposed)
+    """`x @ weight` for a weight [D, N], or `x @ weight.T` for a `transposed` weight [N, D]; accumulated and returned in float32.
+
+    Args:
+        weight: an array or a form of `pallas_kernels.w4a16`; with `layer`, of all layers: a stack, or a tuple of one weight each.
+    """
+    weight, layer = at(weight, layer)
+    if isinstance(weight, SideBySide):
+        parts = [linear(x, part, layer, transposed=transposed, implementation=implementation) for part in weight.parts]
+        return jnp.concatenate(parts, axis=-1)
+    if isinstance(weight, Packed):
+        rows = x.reshape(-1, x.shape[-1])
+        return w4a16.product(rows, weight, layer, implementation=implementation).reshape(*x.shape[:-1], -1)
+    return choose("linear", IMPLEMENTATIONS, implementation, {})(x, _layer(weight, layer), transposed)
+
+
+def by_expert(
+    x: Float[Array, "R D"], weight: Any, experts: Int[Array, " R"], layer: int | None = None
+) -> Float[Array, "R N"]:
+    """Row r times expert `experts[r]` of a weight [E, D, N], in float32. A row's bits depend on that row and its expert alone."""
+    weight, layer = at(weight, layer)
+    if isinstance(weight, SideBySide):
+        return jnp.concatenate([by_expert(x, part, experts, layer) for part in weight.parts], axis=-1)
+    if isinstance(weight, Packed):
+        return w4a16.expert_product(x, weight, experts, layer)
+    weight = _layer(weight, layer)
+    return jax.lax.map(lambda pair: reference.linear(pair[0][None], weight[pair[1]], False)[0], (x, experts))
+
+
+def grouped(
+    x: Float[Array, "R D"], weight: Any, sizes: Int[Array, " E"], layer: int | None = None
+) -> Float[Array, "R N"]:
+    """Rows sorted by expert times a weight [E, D, N], `sizes[e]` rows with expert e, in float32."""
+    weight, layer = at(weight, layer)
+    if isinstance(weight, SideBySide):
+        return jnp.concatenate([grouped(x, part, sizes, layer) for part in weight.parts], axis=-1)
+    if isinstance(weight, Packed):
+        return w4a16.grouped_product(x, weight, sizes, layer)
+    return reference.grouped(x, _layer(weight, layer), sizes)
+
+
+def at(weight: Any, layer: int | None) -> tuple[Any, int | None]:
+    """The weight that holds layer `layer`, and its number there (None where it holds nothing else)."""
+    if layer is None:
+        return weight, None
+    if isinstance(weight, tuple):
+        return weight[layer], None
+    if isinstance(weight, ByLayer):
+        stack, number = weight.places[layer]
+        return weight.stacks[stack], number
+    return weight, layer
+
+
+def _layer(weight: Array, layer: int | None) -> Array:
+    return weight if layer is None else weight[layer]

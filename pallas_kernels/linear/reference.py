@@ -1,4 +1,4 @@
-"""Plain-JAX product: the twin of the GPU kernels and what CPUs run."""
+"""Plain-JAX products: the twins of the GPU kernels and what CPUs run."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,13 @@ from jax import Array
 
 
 def linear(x: Array, weight: Array, transposed: bool) -> Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # no TF32
     contract = (((x.ndim - 1,), (1 if transposed else 0,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, weight, contract, precision=_precision(x), preferred_element_type=jnp.float32)
+
+
+def grouped(x: Array, weight: Array, sizes: Array) -> Array:
+    return jax.lax.ragged_dot(x, weight, sizes, precision=_precision(x), preferred_element_type=jnp.float32)
+
+
+def _precision(x: Array) -> jax.lax.Precision | None:
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # no TF32

@@ -1,0 +1,53 @@
+"""Products with packed weights. Callers that need bits independent of the row count pass whole row groups
+(`pallas_kernels.rows.by_row_group`), or rows one by one."""
+
+from __future__ import annotations
+
+from jax import Array
+from jaxtyping import DTypeLike, Float, Float32, Int
+
+from pallas_kernels.registry import choose
+from pallas_kernels.w4a16 import reference
+from pallas_kernels.w4a16.forms import Packed
+
+Layer = Int[Array, ""] | int | None
+
+PRODUCTS = {"reference": reference.product}
+EXPERT_PRODUCTS = {"reference": reference.expert_product}
+GROUPED_PRODUCTS = {"reference": reference.grouped_product}
+
+
+def product(
+    x: Float[Array, "R K"], weight: Packed, layer: Layer = None, *, implementation: str | None = None
+) -> Float32[Array, "R N"]:
+    """`x` times a weight, or layer `layer` of a stack of them. Accumulated in float32: group by group, in order."""
+    return choose("w4a16 product", PRODUCTS, implementation, {})(x, weight, layer)
+
+
+def expert_product(
+    x: Float[Array, "R K"],
+    weight: Packed,
+    experts: Int[Array, " R"],
+    layer: Layer = None,
+    *,
+    implementation: str | None = None,
+) -> Float32[Array, "R N"]:
+    """Row r times expert `experts[r]`. A row's bits depend on that row and its expert alone: decoding."""
+    return choose("w4a16 expert product", EXPERT_PRODUCTS, implementation, {})(x, weight, experts, layer)
+
+
+def grouped_product(
+    x: Float[Array, "R K"],
+    weight: Packed,
+    sizes: Int[Array, " E"],
+    layer: Layer = None,
+    *,
+    implementation: str | None = None,
+) -> Float32[Array, "R N"]:
+    """Rows sorted by expert times their experts, `sizes[e]` rows of expert e: prefill."""
+    return choose("w4a16 grouped product", GROUPED_PRODUCTS, implementation, {})(x, weight, sizes, layer)
+
+
+def dequantise(weight: Packed, layer: Layer, inputs: int, dtype: DTypeLike) -> Float[Array, "*experts K N"]:
+    """The weight that the codes stand for, `inputs` by outputs like a plain one, rounded to `dtype` once."""
+    return reference.dequantise(weight, layer, inputs, dtype)
