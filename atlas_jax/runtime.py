@@ -48,6 +48,7 @@ def load(
     row_group: int | None = None,
     mtp_hidden: str | None = None,
     seed: int = 0,
+    weights: str | None = None,
     progress: Callable[..., None] | None = None,
     **run: Any,
 ) -> Runtime:
@@ -61,6 +62,8 @@ def load(
         row_group: see `RunConfig`; by default 1 on a CPU, where a padded row costs as much as a real one, 16 on a GPU.
         mtp_hidden: "pre_norm" feeds the drafter the target's hidden before the final norm, for comparison.
         seed: of random weights.
+        weights: how random weights are quantised: "int4", "int4-g32", "nvfp4", "fp8", "fp8-blocks", "int4+head", … (None: not
+            at all). A directory's weights are used in the form that they are stored in.
         progress: called with (bytes read, bytes in all) while loading and with a text for each compilation.
         **run: further fields of `RunConfig`.
 
@@ -85,7 +88,7 @@ def load(
         max_drafts=max_drafts,
         **(defaults | run),
     )
-    params = source.load(dtype=settings.dtype, layout=settings.layout, seed=seed, progress=progress)
+    params = source.load(dtype=settings.dtype, layout=settings.layout, seed=seed, weights=weights, progress=progress)
     tokenizer = load_tokenizer(source.directory) if source.directory else None
     return Runtime(config, settings, params, tokenizer, progress)
 

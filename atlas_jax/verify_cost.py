@@ -143,7 +143,7 @@ def moved_bytes(config: ModelConfig, run: RunConfig, params: Any, rows: int, con
     weights = 0.0
     for path, x in jax.tree.leaves_with_path(params["params"]):
         keys = [str(getattr(key, "key", key)) for key in path]
-        if keys[0] == "mtp" or (keys[0] == "embedding" and not config.tie_word_embeddings):
+        if keys[0] in ("mtp", "draft_head") or (keys[0] == "embedding" and not config.tie_word_embeddings):
             continue
         experts = config.num_experts and keys[0] == "feed_forward" and keys[1] in ("gate_up", "down")
         weights += x.nbytes * (chosen if experts else 1.0)

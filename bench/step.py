@@ -1,6 +1,7 @@
 """The whole step of a published shape with random weights made on the device, beside the floor: bytes over copy bandwidth.
 
-    python bench/step.py [--shape qwen3.5-27b] [--rows K …] [--context N] [--drafts D] [--prefill CHUNK …]
+    python bench/step.py [--shape qwen3.5-27b] [--weights int4|int4+head|nvfp4|…] [--rows K …] [--context N] [--drafts D]
+                         [--prefill CHUNK …]
 
 Prints, for one sequence: the compile time and the memory of each executable; a verify of K rows whose drafts are random, without
 the head; a cycle of D drafts by the MTP head; and the time to the first token of a long prompt, with and without the drafter's
@@ -28,13 +29,13 @@ from atlas_jax.decode.state import RUNNING, init_decode
 from atlas_jax.models import HybridModel, call
 from atlas_jax.settings import compiler_options
 from atlas_jax.verify_cost import RandomRows, copy_speed, moved_bytes
-from atlas_jax.weights.presets import random_params, resolve
+from atlas_jax.weights.presets import parameter_shapes, random_params, resolve
 
 
 class Shape:
     """A shape, its weights and a state whose one slot stands at `context` tokens."""
 
-    def __init__(self, name: str, mtp: bool, context: int, max_drafts: int) -> None:
+    def __init__(self, name: str, weights: str | None, mtp: bool, context: int, max_drafts: int) -> None:
         self.config = resolve(f"shape:{name}").config
         if not mtp:
             self.config = dataclasses.replace(self.config, mtp_num_hidden_layers=0)
@@ -46,9 +47,12 @@ class Shape:
             layout="stacked",
         )
         self.model = HybridModel(self.config, jnp.dtype("bfloat16"), "stacked", self.run.row_group)
-        shapes = jax.eval_shape(lambda: random_params(self.config, dtype="bfloat16", layout="stacked", seed=0))
-        leaves, tree = jax.tree.flatten(shapes)
-        self.params = jax.tree.unflatten(tree, [noise(i, x) for i, x in enumerate(leaves)])
+        if weights is None:
+            shapes = parameter_shapes(self.config, dtype="bfloat16", layout="stacked")
+            leaves, tree = jax.tree.flatten(shapes)
+            self.params = jax.tree.unflatten(tree, [noise(i, x) for i, x in enumerate(leaves)])
+        else:
+            self.params = random_params(self.config, dtype="bfloat16", layout="stacked", weights=weights)
         self.slots = jnp.asarray([1], jnp.int32)
         self.state = standing(init_decode(self.config, self.run), context)
 
@@ -122,6 +126,9 @@ def standing(state: Any, context: int) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The whole step of a shape with random weights, beside its floor.")
     parser.add_argument("--shape", default="qwen3.5-27b")
+    parser.add_argument(
+        "--weights", default="bf16", help="bf16, int4, int4-g32, nvfp4, fp8, fp8-blocks; with +head, the head too"
+    )
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 9])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--drafts", type=int, default=3)
@@ -133,12 +140,14 @@ def main() -> None:
     prefill: dict[tuple[bool, int], float] = {}
     for mtp in (False, True):
         began = time.perf_counter()
-        shape = Shape(args.shape, mtp, args.context, max(*args.rows, args.drafts + 1, 2) - 1)
+        weights = None if args.weights == "bf16" else args.weights
+        shape = Shape(args.shape, weights, mtp, args.context, max(*args.rows, args.drafts + 1, 2) - 1)
         jax.block_until_ready(shape.params)
-        weights = sum(x.nbytes for x in jax.tree.leaves(shape.params))
+        size = sum(x.nbytes for x in jax.tree.leaves(shape.params))
         count = len(jax.tree.leaves((shape.params, shape.state))) + 2
         print(
-            f"\n{args.shape}, {'with' if mtp else 'without'} the MTP head: {weights / 1e9:.2f} GB of weights, {count} arguments"
+            f"\n{args.shape} in {args.weights}, {'with' if mtp else 'without'} the MTP head: {size / 1e9:.2f} GB of weights, "
+            f"{count} arguments"
         )
         print(f"made in {time.perf_counter() - began:.0f} s", flush=True)
         wanted: list[tuple[Any, int]] = [(NoDrafter() if K == 1 else RandomRows(), K) for K in args.rows]

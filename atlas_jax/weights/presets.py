@@ -17,6 +17,8 @@ from atlas_jax.models import HybridModel
 from atlas_jax.weights.checkpoint import has_weights
 from atlas_jax.weights.hf_config import model_config
 from atlas_jax.weights.load import Progress, load_params
+from atlas_jax.weights.quantised.random import random_quantised
+from atlas_jax.weights.quantised.scheme import scheme_named
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 PACKAGED = {"tiny-agent": PACKAGE / "data" / "tiny_agent"}
@@ -50,10 +52,25 @@ def parameter_shapes(config: ModelConfig, *, dtype: str, layout: str) -> dict[st
     return jax.eval_shape(functools.partial(_init, config, dtype, layout), jax.random.key(0))
 
 
-def random_params(config: ModelConfig, *, dtype: str, layout: str, seed: int = 0) -> dict[str, Any]:
-    """Random parameters of scaled normal weights, made on the device."""
+def random_params(
+    config: ModelConfig, *, dtype: str, layout: str, seed: int = 0, weights: str | None = None
+) -> dict[str, Any]:
+    """Random parameters of scaled normal weights, made on the device; quantised as `weights` says (`scheme_named`).
+
+    Raises:
+        ConfigError: no scheme has that name, or it does not suit the head.
+    """
     # The hardware's generator: its program stays small however many weights there are.
-    return jax.jit(functools.partial(_init, config, dtype, layout))(jax.random.key(seed, impl="rbg"))
+    key, init = jax.random.key(seed, impl="rbg"), functools.partial(_init, config, dtype, layout)
+    if weights is None:
+        return jax.jit(init)(key)
+    scheme, head = scheme_named(weights)
+    if head and config.tie_word_embeddings:
+        raise ConfigError(
+            f"weights {weights!r}: this shape's head is its embedding, which is not quantised; leave out +head"
+        )
+    shapes = parameter_shapes(config, dtype=dtype, layout=layout)
+    return random_quantised(config, scheme, head, shapes, init, key)
 
 
 def _init(config: ModelConfig, dtype: str, layout: str, key: jax.Array) -> dict[str, Any]:
@@ -74,14 +91,21 @@ class Source:
     directory: pathlib.Path | None = None
     preset: str | None = None
 
-    def load(self, *, dtype: str, layout: str, seed: int = 0, progress: Progress | None = None) -> dict[str, Any]:
-        """The parameters; `seed` matters to random weights only.
+    def load(
+        self, *, dtype: str, layout: str, seed: int = 0, weights: str | None = None, progress: Progress | None = None
+    ) -> dict[str, Any]:
+        """The parameters; `seed` and `weights` are about random weights.
 
         Raises:
             CheckpointError: the weights are missing, damaged or not those of `config`.
+            ConfigError: `weights` are not known, or given for a directory.
         """
         if self.directory is None:
-            return random_params(self.config, dtype=dtype, layout=layout, seed=seed)
+            return random_params(self.config, dtype=dtype, layout=layout, seed=seed, weights=weights)
+        if weights is not None:
+            raise ConfigError(
+                f"weights {weights!r} is for random weights (shape:NAME); a directory's are of the form that they are stored in"
+            )
         return load_params(self.directory, self.config, dtype=dtype, layout=layout, progress=progress)
 
 
