@@ -101,15 +101,14 @@ class _Timer:
         known: list[np.ndarray | None] = [None] * batch
         args = (known, self._sequences, RandomRows(), FixedK((1,)), None, self.slots)
         self.state = self.loop._open(state, requests, *args)
-        integers = self.state.target.base, self.state.target.length, self.state.remaining, self.state.feed_count
-        self._start = jax.device_get(integers)
+        self._start = jax.device_get((self.state.target.length, self.state.remaining, self.state.feed_count))
 
     def _rewound(self, state: DecodeState) -> DecodeState:
         """Back at the context's length. What the recurrent state has read since stays in it, which takes no other time."""
-        _, length, remaining, feed_count = map(jnp.asarray, self._start)
-        target = dataclasses.replace(state.target, base=length, pending=jnp.zeros_like(length))
-        finish = jnp.where(length > 0, RUNNING, state.finish)
-        return dataclasses.replace(state, target=target, remaining=remaining, feed_count=feed_count, finish=finish)
+        length, remaining, feed_count = map(jnp.asarray, self._start)
+        every, finish = jnp.arange(length.shape[0]), jnp.where(length > 0, RUNNING, state.finish)
+        state = dataclasses.replace(state, target=state.target.put(every, base=length, pending=0))
+        return state.put(every, remaining=remaining, feed_count=feed_count, finish=finish)
 
     def round_ms(self, drafter: Drafter, rows: int) -> float:
         slots = jnp.asarray(self.slots)

@@ -85,12 +85,12 @@ class Shape:
             return call(self.model, params, hidden[-1:], method="draft_logits").argmax(), target
 
         ids = jnp.asarray(np.random.default_rng(0).integers(0, self.config.vocab_size, chunk), jnp.int32)
-        target = dataclasses.replace(self.state.target, pending=jnp.zeros_like(self.state.target.pending))
+        target = self.state.target.put(self.slots, pending=0)
         options = compiler_options(self.run.row_group)
         step = jax.jit(prefill, donate_argnums=1).lower(self.params, target, ids).compile(options)
         best = float("inf")
         for _ in range(3):
-            target = dataclasses.replace(target, base=jnp.zeros_like(target.base))
+            target = target.put(self.slots, base=0)
             began = time.perf_counter()
             for _ in range(tokens // chunk):
                 first, target = step(self.params, target, ids)
@@ -118,9 +118,9 @@ def standing(state: Any, context: int) -> Any:
     """All slots running at `context` tokens, over keys and values of noise."""
     target = state.target
     pages = type(target.pages)(*(jax.random.normal(jax.random.key(1), x.shape, x.dtype) for x in target.pages))
-    target = dataclasses.replace(target, pages=pages, base=target.base.at[1:].set(context))
-    ones = jnp.ones_like(state.feed_count)
-    return dataclasses.replace(state, target=target, finish=ones * RUNNING, remaining=ones * 10**6, feed_count=ones)
+    every = jnp.arange(1, target.base.shape[0])
+    state = dataclasses.replace(state, target=dataclasses.replace(target, pages=pages).put(every, base=context))
+    return state.put(every, finish=RUNNING, remaining=10**6, feed_count=1)
 
 
 def main() -> None:

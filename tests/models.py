@@ -53,15 +53,15 @@ def params_of(config: ModelConfig, run: RunConfig, seed: int = 0) -> Any:
         heads = (config.num_attention_heads, config.head_dim)
         x = jnp.zeros((1, D), model.dtype)
         model.logits(model.forward(jnp.zeros((1, 2), jnp.int32)).post_norm)
-        model.mtp.keys_values(x, x, jnp.zeros(1, jnp.int32))
-        model.mtp.leave(x, jnp.zeros((1, *heads), model.dtype), jnp.zeros((1, *heads), model.dtype), few_rows=True)
+        model.mtp.keys_values(model.drafter_norms, x, x, jnp.zeros(1, jnp.int32))
+        model.mtp.leave(model.drafter_norms, x, jnp.zeros((1, *heads), model.dtype), jnp.zeros((1, *heads), model.dtype), few_rows=True)
 
     params = jax.jit(functools.partial(model.init, method=touch))(jax.random.key(seed))
     leaves, tree = jax.tree.flatten_with_path(params)
 
     def vary(path: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         name = jax.tree_util.keystr(path)
-        return x + 0.1 * jax.random.normal(key, x.shape, x.dtype) if "norm" in name else x
+        return x + 0.1 * jax.random.normal(key, x.shape, x.dtype) if "norm" in name or "vectors" in name else x
 
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
     return jax.tree.unflatten(tree, [vary(path, x, key) for (path, x), key in zip(leaves, keys, strict=True)])
@@ -102,8 +102,7 @@ class Steps:
             values[rng.random(x.shape) < 0.05] = np.nan
             return jnp.asarray(values, x.dtype)
 
-        kept = ("page_table", "rows", "base", "pending", "drafter_start", "ok")
-        names = [n for n in state.__dataclass_fields__ if n not in kept]
+        names = [n for n in state.__dataclass_fields__ if n != "slots"]
         return dataclasses.replace(state, **{n: jax.tree.map(noise, getattr(state, n)) for n in names})
 
     def verify(self, state: Any, slots: Any, tokens: Any, n_rows: Any) -> Any:

@@ -211,7 +211,7 @@ def test_guards_name_the_numbers():
     with pytest.raises(StateError, match="0 … 95"):
         verify_guard(state, [1], [[96]], [1], 96)
     with pytest.raises(StateError, match="at most 160 tokens"):
-        verify_guard(dataclasses.replace(state, base=state.base + 159), [1], [[1, 1]], [2], 96)
+        verify_guard(state.put(jnp.arange(5), base=state.base + 159), [1], [[1, 1]], [2], 96)
     _, _, state = s.verify(state, [1], [[1, 2]], [2])
     for n in (-1, 3):
         with pytest.raises(StateError, match=rf"rows of the last verify \[2\], got \[{n}\]"):

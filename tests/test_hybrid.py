@@ -17,7 +17,7 @@ from models import RUN, assert_same, params_of
 from atlas_jax import state as states
 from atlas_jax.config import FULL, LINEAR
 from atlas_jax.decode import arbitration as arb
-from atlas_jax.decode.hybrid import HybridDrafter, HybridState, judged
+from atlas_jax.decode.hybrid import HybridDrafter, judged
 from atlas_jax.decode.k_policy import AutoK, Memory, Outcome, Rates
 from atlas_jax.decode.lookup import LookupDrafter
 from atlas_jax.decode.loop import Request
@@ -26,6 +26,7 @@ from atlas_jax.decode.request import SamplingParams
 from atlas_jax.errors import RequestError
 from atlas_jax.metrics import Source
 from atlas_jax.runtime import Runtime
+from atlas_jax.state.record import Record
 
 CONFIG = dataclasses.replace(LARGER["dense"], layer_types=(LINEAR, FULL))
 LOGGED: dict[str, Any] = dict(logprobs=True, top_logprobs=2)
@@ -185,8 +186,8 @@ def context(tokens: list[int], **changes: Any) -> DraftContext:
         **changes)  # fmt: skip
 
 
-def noted(state: HybridState, **values: Any) -> HybridState:
-    return dataclasses.replace(state, **{k: getattr(state, k).at[1].set(v) for k, v in values.items()})
+def noted(state: Record, **values: Any) -> Record:
+    return state.put(jnp.int32(1), **values)
 
 
 def test_a_lookup_is_judged_by_what_followed_even_where_it_was_not_used():
@@ -210,9 +211,7 @@ def test_lookup_is_given_up_where_it_fails_and_taken_up_where_it_would_work():
     for emitted, expected in (([20], True), ([9, 10, 11, 1, 2], False)):
         for _ in range(30):
             last = noted(state, at=18, place=7, kind=3, chained=0, drafts=3)
-            state = dataclasses.replace(
-                last, counts=last.counts.at[1].set(judged(context(known + emitted), last, 3)[0])
-            )
+            state = noted(last, counts=judged(context(known + emitted), last, 3)[0])
         state = noted(state, kind=-1)
         assert wants(state) == expected
 

@@ -76,7 +76,7 @@ def test_layouts_hold_the_same_numbers(tmp_path):
     for block in ("linear_attention", "attention", "feed_forward"):
         for name, values in layers[block].items():
             np.testing.assert_array_equal(np.stack(values), stacked[block][name])
-    np.testing.assert_array_equal(layers["input_norm"], stacked["input_norm"])
+    np.testing.assert_array_equal(layers["norms"], stacked["norms"])
 
 
 def test_columns_lie_where_the_model_splits_them(tmp_path):
@@ -96,7 +96,13 @@ def test_columns_lie_where_the_model_splits_them(tmp_path):
     expert = [tensors[f"model.layers.0.mlp.experts.3.{name}_proj.weight"] for name in ("gate", "up")]
     np.testing.assert_array_equal(params["feed_forward"]["gate_up"][0][3], np.concatenate(expert).T)
     np.testing.assert_array_equal(params["mtp"]["fc"], tensors["mtp.fc.weight"].T)
-    np.testing.assert_array_equal(params["post_norm"][1], tensors["model.layers.1.post_attention_layernorm.weight"])
+    np.testing.assert_array_equal(params["norms"][3], tensors["model.layers.1.post_attention_layernorm.weight"])
+    np.testing.assert_array_equal(params["norms"][6], tensors["model.norm.weight"])
+    np.testing.assert_array_equal(params["norms"][7], tensors["mtp.pre_fc_norm_embedding.weight"])
+    small = [tensors[f"model.layers.2.linear_attn.{name}"] for name in ("A_log", "dt_bias", "norm.weight")]
+    np.testing.assert_array_equal(params["linear_attention"]["vectors"][1], np.concatenate(small))
+    norms = [tensors[f"model.layers.1.self_attn.{name}_norm.weight"] for name in "qk"]
+    np.testing.assert_array_equal(params["attention"]["norms"][0], norms)
     np.testing.assert_array_equal(params["head"], tensors["lm_head.weight"].T)
 
 
@@ -140,8 +146,9 @@ def test_norms_and_decays_stay_float32_and_the_rest_is_rounded(tmp_path):
     tensors = random_tensors(CONFIG, True)
     params = load(write(tmp_path, tensors), dtype="bfloat16")
     decay = "model.layers.0.linear_attn.A_log"
-    np.testing.assert_array_equal(params["linear_attention"]["a_log"][0], tensors[decay])
-    assert params["linear_attention"]["a_log"][0].dtype == jnp.float32
+    vectors = params["linear_attention"]["vectors"][0]
+    np.testing.assert_array_equal(vectors[: tensors[decay].size], tensors[decay])
+    assert vectors.dtype == params["norms"].dtype == params["attention"]["norms"][0].dtype == jnp.float32
     rounded = tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(params["embedding"], rounded)
     assert params["attention"]["in_proj"][0].dtype == jnp.bfloat16

@@ -97,7 +97,7 @@ def test_a_shift_pairs_each_row_with_an_earlier_hidden():
     got = np.moveaxis(values, 1, 2).reshape(-1, values.shape[1], values.shape[3])
     embedded = call(r.loop.model, r.params, tokens, method="embed")
     previous = jnp.concatenate([jnp.zeros((1 + 2, hidden.shape[1])), hidden])[: tokens.size]
-    entered = lambda model, *xs: model.mtp.keys_values(*xs)  # noqa: E731
+    entered = lambda model, *xs: model.mtp.keys_values(model.drafter_norms, *xs)  # noqa: E731
     want = r.loop.model.apply(r.params, embedded, previous, jnp.arange(tokens.size), method=entered)[1]
     # prefill and decoding are other arithmetics than a whole pass: 1e-3 of values of order 1
     np.testing.assert_allclose(got[1:fed], np.asarray(want)[1:fed], atol=1e-3)

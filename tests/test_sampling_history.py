@@ -7,13 +7,18 @@ import pytest
 
 from atlas_jax.decode import sampling
 from atlas_jax.decode.request import SamplingParams
+from atlas_jax.state.record import Record, record
 
 V = 24
 
 
+def empty(slots: int) -> Record:
+    return record(slots, sampling.sampler_fields(V), **sampling.NEUTRAL)
+
+
 def filled(params: SamplingParams, prompt=(1, 2), slot=1, slots=3):
-    state = sampling.init_sampler(slots + 1, V)
-    return sampling.set_slot(state, jnp.int32(slot), **sampling.slot_values(params, prompt, V))
+    state = empty(slots + 1)
+    return state.put(jnp.int32(slot), **sampling.slot_values(params, prompt, V))
 
 
 def test_row_counts_see_the_drafts_before_a_row_once():
@@ -32,12 +37,15 @@ def test_count_tokens_adds_the_first_n():
     state = sampling.count_tokens(state, jnp.array([1, 3, 0]), tokens, jnp.array([3, 1, 0]))
     wanted = np.zeros((4, V), int)
     wanted[1, 4], wanted[1, 9], wanted[3, 1] = 2, 1, 1
-    assert (np.asarray(state.counts) == wanted).all()
+    assert (np.asarray(state["counts"]) == wanted).all()
 
 
 def test_a_new_request_finds_a_slot_without_history(count_traces):
-    step = jax.jit(sampling.set_slot, donate_argnums=0)
-    state = sampling.init_sampler(3, V)
+    def put(state, slot, **values):
+        return state.put(slot, **values)
+
+    step = jax.jit(put, donate_argnums=0)
+    state = empty(3)
     with count_traces() as traces:
         for params, prompt in (
             (SamplingParams(temperature=0.7, seed=5, top_k=100, logit_bias={3: 2.0}), [1, 1, 2]),
@@ -45,12 +53,12 @@ def test_a_new_request_finds_a_slot_without_history(count_traces):
         ):
             state = step(state, jnp.int32(2), **sampling.slot_values(params, prompt, V))
             if params.seed:
-                assert (state.temperature[2], state.seed[2], state.top_k[2]) == (np.float32(0.7), 5, V)
-                assert not state.plain[2] and state.bias[2, 3] == 2.0
+                assert (state["temperature"][2], state["seed"][2], state["top_k"][2]) == (np.float32(0.7), 5, V)
+                assert not state["plain"][2] and state["bias"][2, 3] == 2.0
             state = sampling.count_tokens(state, jnp.array([2]), jnp.array([[6]]), jnp.array([1]))
-    assert traces["set_slot"] == 1
-    assert state.plain.all() and (state.temperature == 0).all() and not state.bias.any()
-    assert np.flatnonzero(state.seen[2]).tolist() == [9] and state.counts[2].sum() == 1
+    assert traces["put"] == 1
+    assert state["plain"].all() and (state["temperature"] == 0).all() and not state["bias"].any()
+    assert np.flatnonzero(state["seen"][2]).tolist() == [9] and state["counts"][2].sum() == 1
 
 
 PENALISED = [
@@ -93,9 +101,9 @@ def test_speculating_emits_what_plain_decoding_emits(params, accurate):
 
 
 def test_picks_do_not_depend_on_neighbours():
-    state = sampling.init_sampler(4, V)
+    state = empty(4)
     for slot, params in enumerate((PENALISED[2], PENALISED[4], PENALISED[3]), start=1):
-        state = sampling.set_slot(state, jnp.int32(slot), **sampling.slot_values(params, [1], V))
+        state = state.put(jnp.int32(slot), **sampling.slot_values(params, [1], V))
     logits = jax.random.normal(jax.random.key(0), (3, 3, V)) * 2
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (3, 3)), jnp.int32)
     slots, at = jnp.array([1, 2, 3]), jnp.array([10, 200, 7])

@@ -1,4 +1,4 @@
-"""Acceptance counters on the device: one int32 array that every round adds to and only a finished request is read from."""
+"""Acceptance counters on the device: integers that every round adds to and only a finished request is read from."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import jax.numpy as jnp
 from atlas_jax.metrics import CONTEXT_BOUNDS, Event, Source
 from atlas_jax.shapes import Array, Bool, Int
 
-Counters = Int[Array, "S contexts sources events places"]  # see `metrics.Acceptance` for what each axis means
+Counters = Int[Array, "B contexts sources events places"]  # see `metrics.Acceptance` for what each axis means
 
 
-def init_counters(slots: int, max_rows: int) -> Counters:
-    """Nothing counted in any of `slots` slots. A verify of max_rows rows emits up to max_rows tokens: the last place."""
-    return jnp.zeros((slots, len(CONTEXT_BOUNDS) + 1, len(Source), len(Event), max_rows + 1), jnp.int32)
+def counters_shape(max_rows: int) -> tuple[int, int, int, int]:
+    """Of one sequence. A verify of max_rows rows emits up to max_rows tokens: the last place."""
+    return len(CONTEXT_BOUNDS) + 1, len(Source), len(Event), max_rows + 1
 
 
 def count(
     counters: Counters,
-    slots: Int[Array, " B"],
     length: Int[Array, " B"],
     n_rows: Int[Array, " B"],
     source: Int[Array, "B drafts"],
@@ -48,4 +47,5 @@ def count(
     rounds &= (n_rows > 0)[:, None, None]
     new = jnp.concatenate([of_draft[:, :, None] & drafts[:, None], rounds[:, :, None]], axis=2)
     context = (length[:, None] >= jnp.array(CONTEXT_BOUNDS)).sum(1)
-    return counters.at[slots, context].add(new.astype(jnp.int32))
+    here = jnp.arange(counters.shape[1]) == context[:, None]
+    return counters + (here[:, :, None, None, None] & new[:, None]).astype(jnp.int32)

@@ -17,19 +17,18 @@ from atlas_jax.errors import RequestError
 from atlas_jax.metrics import Source
 from atlas_jax.shapes import Array, Bool, Float, Int
 from atlas_jax.state import TargetState
+from atlas_jax.state.record import Field, Record, record
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HybridState:
-    """What each slot's last round drafted, to be judged by the next one, and how the kinds of drafts have done so far."""
-
-    counts: Float[Array, "S kinds 4"]  # see `arbitration.outcome`
-    at: Int[Array, " S"]  # committed tokens when it drafted
-    place: Int[Array, " S"]  # where lookup's match ended
-    kind: Int[Array, " S"]  # of that match, -1 without one
-    chained: Int[Array, " S"]  # drafts of MTP, 0 where lookup was used
-    drafts: Int[Array, " S"]  # in all
+# The drafter's state: what each slot's last round drafted, to be judged by the next one, and how the kinds of drafts have done so far.
+FIELDS = (
+    Field("counts", (arb.KINDS, 4), "float32"),  # see `arbitration.outcome`
+    Field("at"),  # committed tokens when it drafted
+    Field("place"),  # where lookup's match ended
+    Field("kind"),  # of that match, -1 without one
+    Field("chained"),  # drafts of MTP, 0 where lookup was used
+    Field("drafts"),  # in all
+)
 
 
 class Plan(NamedTuple):
@@ -72,12 +71,9 @@ class HybridDrafter:
     def init(self, config: ModelConfig, run: RunConfig) -> Any:
         if not config.has_mtp:
             raise RequestError("drafter 'hybrid' needs a checkpoint with mtp.* tensors; use drafter 'lookup'")
-        S = run.slots + 1
-        zeros = jnp.zeros(S, jnp.int32)
-        counts = jnp.zeros((S, arb.KINDS, 4), jnp.float32)
-        return HybridState(counts, at=zeros, place=zeros, kind=zeros - 1, chained=zeros, drafts=zeros)
+        return record(run.slots + 1, FIELDS, kind=-1)
 
-    def plan(self, context: DraftContext, state: HybridState, drafts: int) -> tuple[Bool[Array, " B"], Plan]:
+    def plan(self, context: DraftContext, state: Record, drafts: int) -> tuple[Bool[Array, " B"], Plan]:
         counts = judged(context, state, drafts)
         match, place = find(context.tokens, context.length)
         kind = arb.kind(match)
@@ -87,7 +83,7 @@ class HybridDrafter:
         lookup = (match >= self.min_match) & arb.prefer_lookup(promised, head, chain)
         return ~lookup, Plan(counts, lookup, place, kind, jnp.maximum(looked, 1))
 
-    def propose(self, context: DraftContext, target: TargetState, state: HybridState, drafts: int) -> Proposal:
+    def propose(self, context: DraftContext, target: TargetState, state: Record, drafts: int) -> Proposal:
         plan: Plan = context.plan
         slots, B = context.slots, context.slots.shape[0]
         chain = min(self.chain, drafts)
@@ -109,7 +105,8 @@ class HybridDrafter:
         tokens = jnp.where(plan.lookup[:, None], copied, tokens)
         count = jnp.where(plan.lookup, plan.looked, count)
         by_lookup = plan.lookup[:, None] | (jnp.arange(drafts) >= chain)
-        new = HybridState(
+        state = state.put(
+            slots,
             counts=plan.counts,
             at=context.length,
             place=plan.place,
@@ -117,7 +114,6 @@ class HybridDrafter:
             chained=jnp.where(plan.lookup, 0, chain),
             drafts=count,
         )
-        state = jax.tree.map(lambda old, value: old.at[slots].set(value), state, new)
         return Proposal(tokens, count, target, state, jnp.where(by_lookup, Source.LOOKUP, Source.MTP))
 
     def _promise(
@@ -145,23 +141,23 @@ class HybridDrafter:
         return continuation(tokens, length, place, drafts - m), jnp.where(fits, worth, 0)
 
 
-def judged(context: DraftContext, state: HybridState, drafts: int) -> Float[Array, "B kinds 4"]:
+def judged(context: DraftContext, state: Record, drafts: int) -> Float[Array, "B kinds 4"]:
     """The counts of B sequences after what their last drafts came to.
 
     Lookup's drafts are compared with the tokens that followed, however these came about; the head's are known by how many
     tokens its round emitted. (If rounds without drafts came between, that may be taken for more: at most once a change of K.)
     """
-    last = jax.tree.map(lambda x: x[context.slots], state)
-    emitted = context.length - last.at
-    copied = continuation(context.tokens, last.at, last.place, drafts)
-    at = jnp.minimum(last.at[:, None] + 1 + jnp.arange(drafts), context.tokens.shape[1] - 1)
+    last = {field.name: state[field.name][context.slots] for field in FIELDS}
+    emitted = context.length - last["at"]
+    copied = continuation(context.tokens, last["at"], last["place"], drafts)
+    at = jnp.minimum(last["at"][:, None] + 1 + jnp.arange(drafts), context.tokens.shape[1] - 1)
     told = jnp.minimum(emitted, drafts)
     same = (copied == jnp.take_along_axis(context.tokens, at, axis=1)) & (jnp.arange(drafts) < told[:, None])
     agreed = jnp.cumprod(same, axis=1).sum(1)
-    counts = _learn(last.counts, last.kind, (last.kind >= 0) & (told > 0), agreed, agreed < told)
-    right = jnp.minimum(emitted - 1, last.chained)
-    known = (last.chained > 0) & (emitted > 0) & (emitted <= last.drafts + 1)
-    return _learn(counts, arb.kind_of_mtp(last.kind), known, right, right < last.chained)
+    counts = _learn(last["counts"], last["kind"], (last["kind"] >= 0) & (told > 0), agreed, agreed < told)
+    right = jnp.minimum(emitted - 1, last["chained"])
+    known = (last["chained"] > 0) & (emitted > 0) & (emitted <= last["drafts"] + 1)
+    return _learn(counts, arb.kind_of_mtp(last["kind"]), known, right, right < last["chained"])
 
 
 def _learn(counts: Array, kind: Array, known: Array, agreed: Array, failed: Array) -> Array:

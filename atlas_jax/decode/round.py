@@ -81,13 +81,16 @@ def feed(
     """
 
     def fed(target: TargetState, probe: Any) -> tuple[Array, TargetState, Any]:
-        n, tokens, hidden = state.feed_count[slots], state.feed_tokens[slots], state.feed_hidden[slots]
+        n, hidden = state.feed_count[slots], state.feed_hidden[slots]
+        row = jnp.arange(hidden.shape[1])
         if left:
             skip = jnp.clip(n - 1, 0, left)
-            at = jnp.minimum(skip[:, None] + jnp.arange(tokens.shape[1]), tokens.shape[1] - 1)
-            n, tokens = n - skip, jnp.take_along_axis(tokens, at, axis=1)
+            n = n - skip
+            at = jnp.minimum(skip[:, None] + row, hidden.shape[1] - 1)
             hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1)
         start = target.length[slots] - n + 1
+        columns = jnp.minimum(start[:, None] + row, state.tokens.shape[1] - 1)
+        tokens = jnp.take_along_axis(state.tokens[slots], columns, axis=1)
         args = (slots, tokens, hidden, start, jnp.where(running, n, 0))
         return probes.feed(model, params, probe, target, *args)
 
@@ -98,8 +101,8 @@ def feed(
         hidden, target, probe = fed(state.target, state.probe)
     else:
         hidden, target, probe = jax.lax.cond(due, fed, put_off, state.target, state.probe)
-    count = state.feed_count.at[slots].set(jnp.where(due & running, 0, state.feed_count[slots]))
-    return hidden, dataclasses.replace(state, target=target, probe=probe, feed_count=count)
+    state = state.put(slots, feed_count=jnp.where(due & running, 0, state.feed_count[slots]))
+    return hidden, dataclasses.replace(state, target=target, probe=probe)
 
 
 def draft_context(model: HybridModel, params: Any, state: DecodeState, slots: Array, running: Array) -> DraftContext:
@@ -115,7 +118,7 @@ def draft_context(model: HybridModel, params: Any, state: DecodeState, slots: Ar
         length=state.target.length[slots],
         running=running,
         hidden=jnp.zeros((slots.shape[0], model.config.hidden_size), state.feed_hidden.dtype),
-        seed=state.sampler.seed[slots],
+        seed=state.requests["seed"][slots],
         vocab_size=model.config.vocab_size,
         logits=lambda hidden: call(model, params, hidden, method="draft_logits"),
         step=step,
@@ -168,7 +171,7 @@ def checked(proposal: Any, drafter: Drafter, state: DecodeState, slots: Array, d
     if not isinstance(proposal.target, TargetState) or not alike(proposal.target.pages, state.target.pages):
         raise refuse("the target state that it was given, or what `step` made of it")
     return Proposal(
-        tokens=jnp.clip(proposal.tokens, 0, state.sampler.bias.shape[1] - 1).astype(jnp.int32),
+        tokens=jnp.clip(proposal.tokens, 0, state.requests.shape("bias")[0] - 1).astype(jnp.int32),
         count=jnp.clip(proposal.count, 0, drafts).astype(jnp.int32),
         target=dataclasses.replace(state.target, pages=proposal.target.pages),
         state=jax.tree.map(jnp.asarray, proposal.state),
@@ -202,13 +205,13 @@ def run_round(
 
     logits, hidden, target = call(model, params, target, slots, tokens, n_rows, method="verify")
     finite = jnp.isfinite(logits).all(-1) | (jnp.arange(K) >= n_rows[:, None])
-    picks = sampling.pick(state.sampler, slots, logits, tokens, length + 1, n_rows, model.row_group)
+    picks = sampling.pick(state.requests, slots, logits, tokens, length + 1, n_rows, model.row_group)
     verdict = accept(tokens, picks, finite, n_rows, state.remaining[slots], state.stop_ids[slots], state.finish[slots])
     n = verdict.emitted
     scored = (verdict.matches, verdict.accepted, n)
-    counters = count(state.counters, slots, length, n_rows, source, *scored)
+    counters = count(state.counters[slots], length, n_rows, source, *scored)
     target = commit(target, slots, n, hidden)
-    target = dataclasses.replace(target, ok=target.ok.at[slots].set(target.ok[slots] & (verdict.finish != ERROR)))
+    target = target.put(slots, ok=target.ok[slots] & (verdict.finish != ERROR))
     finish = jnp.where(target.ok[slots], verdict.finish, ERROR)
     probe = state.probe and probes.produced(state.probe, target, slots, length, hidden, n)
 
@@ -218,21 +221,20 @@ def run_round(
     waiting = state.feed_count[slots] if model.config.has_mtp and getattr(drafter, "feeds", True) else jnp.zeros_like(n)
     at = jnp.where(running, waiting, 0)[:, None] + jnp.arange(K)  # `propose` has made room
 
-    def fed(old: Array, new: Array) -> Array:
-        unchanged = (n == 0).reshape(B, *[1] * (new.ndim - 1))
-        return old.at[slots[:, None], at].set(jnp.where(unchanged, old[slots[:, None], at], new))
-
+    before = state.feed_hidden[slots[:, None], at]
+    feed_hidden = state.feed_hidden.at[slots[:, None], at].set(jnp.where((n == 0)[:, None, None], before, hidden))
+    requests = state.requests.put(
+        slots,
+        feed_count=jnp.where(n > 0, waiting + n, state.feed_count[slots]),
+        remaining=state.remaining[slots] - n,
+        finish=finish,
+        counters=counters,
+    )
     state = dataclasses.replace(
         state,
         target=target,
-        sampler=sampling.count_tokens(state.sampler, slots, picks, n),
-        tokens=state.tokens.at[slots[:, None], column].set(picks),
-        feed_tokens=fed(state.feed_tokens, picks),
-        feed_hidden=fed(state.feed_hidden, hidden),
-        feed_count=state.feed_count.at[slots].set(jnp.where(n > 0, waiting + n, state.feed_count[slots])),
-        remaining=state.remaining.at[slots].add(-n),
-        finish=state.finish.at[slots].set(finish),
-        counters=counters,
+        requests=sampling.count_tokens(requests.put_at("tokens", slots, column, picks), slots, picks, n),
+        feed_hidden=feed_hidden,
         drafter=drafter_state,
         probe=probe,
     )

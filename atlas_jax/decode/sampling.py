@@ -11,8 +11,6 @@ pass rows through `by_row_group`, as `pick` does, so that the shape is always th
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,49 +21,36 @@ import numpy as np
 
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.shapes import Array, Bool, Float, Int, UInt32
+from atlas_jax.state.record import Field, Record
 from pallas_kernels.rows import by_row_group, live_rows
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SamplerState:
-    """Sampling values and token history of S slots; slot 0 is the sentinel: padding may write it, nobody reads it."""
-
-    temperature: Float[Array, " S"]  # 0 is greedy
-    top_k: Int[Array, " S"]  # 0 keeps all
-    top_p: Float[Array, " S"]
-    min_p: Float[Array, " S"]
-    presence: Float[Array, " S"]
-    frequency: Float[Array, " S"]
-    repetition: Float[Array, " S"]
-    seed: UInt32[Array, " S"]
-    plain: Bool[Array, " S"]  # greedy without penalties or bias: the pick is the argmax of the raw logits
-    counts: Int[Array, "S V"]  # how often each token was generated
-    seen: Bool[Array, "S V"]  # tokens of the prompt
-    bias: Float[Array, "S V"]
-
-
-def init_sampler(slots_plus_one: int, vocab: int) -> SamplerState:
-    """Every slot greedy, without penalties, bias or history."""
-    zeros, ones = (functools.partial(f, slots_plus_one, jnp.float32) for f in (jnp.zeros, jnp.ones))
-    return SamplerState(
-        temperature=zeros(),
-        top_k=jnp.zeros(slots_plus_one, jnp.int32),
-        top_p=ones(),
-        min_p=zeros(),
-        presence=zeros(),
-        frequency=zeros(),
-        repetition=ones(),
-        seed=jnp.zeros(slots_plus_one, jnp.uint32),
-        plain=jnp.ones(slots_plus_one, bool),
-        counts=jnp.zeros((slots_plus_one, vocab), jnp.int32),
-        seen=jnp.zeros((slots_plus_one, vocab), bool),
-        bias=jnp.zeros((slots_plus_one, vocab), jnp.float32),
+def sampler_fields(vocab: int) -> tuple[Field, ...]:
+    """Sampling values and token history of a slot. Functions below take any `Record` that has them; slot 0 is the sentinel: padding
+    may write it, nobody reads it."""
+    return (
+        Field("counts", (vocab,)),  # how often each token was generated
+        Field("seen", (vocab,), "bool"),  # tokens of the prompt
+        Field("bias", (vocab,), "float32"),
+        Field("temperature", (), "float32"),  # 0 is greedy
+        Field("top_k"),  # 0 keeps all
+        Field("top_p", (), "float32"),
+        Field("min_p", (), "float32"),
+        Field("presence", (), "float32"),
+        Field("frequency", (), "float32"),
+        Field("repetition", (), "float32"),
+        Field("seed", (), "uint32"),
+        Field("plain", (), "bool"),  # greedy without penalties or bias: the pick is the argmax of the raw logits
     )
 
 
+# Of every slot: greedy, without penalties, bias or history.
+NEUTRAL: dict[str, Any] = dict(top_p=1, repetition=1, plain=True)
+
+
 def slot_values(params: SamplingParams, prompt: Sequence[int] | np.ndarray, vocab: int) -> dict[str, Any]:
-    """What `set_slot` needs for a validated request: values of fixed types and shapes, so that it compiles once."""
+    """`sampler_fields` for a validated request, whose history starts empty: values of fixed types and shapes, so that setting them
+    compiles once."""
     seen, bias = np.zeros(vocab, bool), np.zeros(vocab, np.float32)
     seen[np.asarray(prompt, np.int64)] = True
     for token, value in params.logit_bias.items():
@@ -81,24 +66,19 @@ def slot_values(params: SamplingParams, prompt: Sequence[int] | np.ndarray, voca
         repetition=np.float32(params.repetition_penalty),
         seed=np.uint32(secrets.randbits(32) if params.seed is None else params.seed),
         plain=np.bool_(params.greedy and neutral),
+        counts=np.int32(0),
         seen=seen,
         bias=bias,
     )
 
 
-def set_slot(state: SamplerState, slot: Int[Array, ""], **values: Any) -> SamplerState:
-    """Gives a slot to a new request: `values` are `slot_values`' (all of them), and its history starts empty."""
-    values["counts"] = 0
-    return SamplerState(**{f: getattr(state, f).at[slot].set(values[f]) for f in state.__dataclass_fields__})
-
-
 def count_tokens(
-    state: SamplerState, slots: Int[Array, " B"], tokens: Int[Array, "B K"], n: Int[Array, " B"]
-) -> SamplerState:
+    state: Record, slots: Int[Array, " B"], tokens: Int[Array, "B K"], n: Int[Array, " B"]
+) -> Record:
     """Adds the first `n` tokens of each sequence, just emitted, to its slot's counts."""
     emitted = jnp.arange(tokens.shape[1]) < n[:, None]
-    at = slots[:, None], jnp.where(emitted, tokens, 0)
-    return dataclasses.replace(state, counts=state.counts.at[at].add(emitted.astype(jnp.int32)))
+    added = emitted.astype(jnp.int32)
+    return state.add_at("counts", slots, jnp.where(emitted, tokens, 0), added)
 
 
 def row_counts(counts: Int[Array, "B V"], tokens: Int[Array, "B K"]) -> Int[Array, "B K V"]:
@@ -204,7 +184,7 @@ def draw(
 
 
 def pick(
-    state: SamplerState,
+    state: Record,
     slots: Int[Array, " B"],
     logits: Float[Array, "B K V"],
     tokens: Int[Array, "B K"],
@@ -226,26 +206,26 @@ def pick(
 
     def sampled():
         each = lambda x: jnp.repeat(x[slots], K, axis=0)  # noqa: E731
-        counts = row_counts(state.counts[slots], tokens).reshape(B * K, V)
+        counts = row_counts(state["counts"][slots], tokens).reshape(B * K, V)
         names = "temperature top_k top_p min_p presence frequency repetition".split()
-        values = [each(getattr(state, name)) for name in names]
+        values = [each(state[name]) for name in names]
         at = (position[:, None] + jnp.arange(K)).reshape(-1)
         choose = lambda seed, at, greedy, *rest: draw(process(*rest), seed, at, greedy)  # noqa: E731
         return by_row_group(
             choose,
             row_group,
             count,
-            each(state.seed),
+            each(state["seed"]),
             at,
             values[0] == 0,
             flat,
             counts,
-            each(state.seen),
-            each(state.bias),
+            each(state["seen"]),
+            each(state["bias"]),
             *values,
         )
 
-    return jax.lax.cond(state.plain[slots].all(), greedy, sampled).reshape(B, K)
+    return jax.lax.cond(state["plain"][slots].all(), greedy, sampled).reshape(B, K)
 
 
 def log_probabilities(

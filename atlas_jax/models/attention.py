@@ -28,8 +28,7 @@ class Attention(Block):
         c = self.config
         width = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
         self.in_proj = self.weight("in_proj", scaled_normal(c.hidden_size), (c.hidden_size, width))
-        self.q_norm = self.vector("q_norm", nn.initializers.zeros, (c.head_dim,))
-        self.k_norm = self.vector("k_norm", nn.initializers.zeros, (c.head_dim,))
+        self.norms = self.vector("norms", nn.initializers.zeros, (2, c.head_dim))  # of queries and of keys
         inner = c.num_attention_heads * c.head_dim
         self.out_proj = self.weight("out_proj", scaled_normal(inner), (inner, c.hidden_size))
 
@@ -40,7 +39,7 @@ class Attention(Block):
         qg, k, v = jnp.split(project(x, self.in_proj, i), [2 * H * Dh, (2 * H + Hkv) * Dh], axis=-1)
         q, gate = jnp.split(qg.reshape(*x.shape[:-1], H, 2 * Dh), 2, axis=-1)
         k, v = (y.reshape(*x.shape[:-1], Hkv, Dh) for y in (k, v))
-        q, k = rms_norm(q, self.q_norm[i], c.rms_norm_eps), rms_norm(k, self.k_norm[i], c.rms_norm_eps)
+        q, k = (rms_norm(y, norm, c.rms_norm_eps) for y, norm in zip((q, k), self.norms[i], strict=True))
         q, k = (rotate(y, positions, c.rotary_dim, c.rope_theta) for y in (q, k))
         return Projected(q, gate, k, v)
 

@@ -3,6 +3,8 @@ the embedding of the newest token and the target's hidden before it."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax.numpy as jnp
 
@@ -11,6 +13,16 @@ from atlas_jax.models.attention import Attention, Projected
 from atlas_jax.models.feed_forward import feed_forward
 from atlas_jax.models.layers import parameter, project, rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
+
+
+class DrafterNorms(NamedTuple):
+    """The drafter's norms of width D, which lie with the target's in one array."""
+
+    embedding: Float[Array, " D"]
+    hidden: Float[Array, " D"]
+    input: Float[Array, " D"]
+    post: Float[Array, " D"]
+    final: Float[Array, " D"]
 
 
 class MtpDrafter(nn.Module):
@@ -23,37 +35,47 @@ class MtpDrafter(nn.Module):
     def setup(self) -> None:
         D = self.config.hidden_size
         self.fc = parameter(self, "fc", lambda key: scaled_normal(2 * D)(key, (2 * D, D), self.dtype))
-        for name in ("embedding_norm", "hidden_norm", "input_norm", "post_norm", "final_norm"):
-            setattr(self, name, self.param(name, nn.initializers.zeros, (D,), jnp.float32))
         self.attention = Attention(self.config, 1, self.dtype, self.layout)
         self.feed_forward = feed_forward(self.config)(self.config, 1, self.dtype, self.layout)
 
     def _norm(self, x: Array, weight: Array) -> Array:
         return rms_norm(x, weight, self.config.rms_norm_eps)
 
-    def mix(self, embedded: Float[Array, "*rows D"], hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    def mix(
+        self, norms: DrafterNorms, embedded: Float[Array, "*rows D"], hidden: Float[Array, "*rows D"]
+    ) -> Float[Array, "*rows D"]:
         """The layer's input."""
-        both = [self._norm(embedded, self.embedding_norm), self._norm(hidden, self.hidden_norm)]
+        both = [self._norm(embedded, norms.embedding), self._norm(hidden, norms.hidden)]
         return project(jnp.concatenate(both, axis=-1), self.fc)
 
     def enter(
-        self, embedded: Float[Array, "*rows D"], hidden: Float[Array, "*rows D"], positions: Int[Array, "*rows"]
+        self,
+        norms: DrafterNorms,
+        embedded: Float[Array, "*rows D"],
+        hidden: Float[Array, "*rows D"],
+        positions: Int[Array, "*rows"],
     ) -> tuple[Float[Array, "*rows D"], Projected]:
         """The layer's residual input and the projections of its attention."""
-        x = self.mix(embedded, hidden)
-        return x, self.attention.project(self._norm(x, self.input_norm), positions, 0)
+        x = self.mix(norms, embedded, hidden)
+        return x, self.attention.project(self._norm(x, norms.input), positions, 0)
 
     def leave(
-        self, x: Float[Array, "R D"], out: Float[Array, "R H Dh"], gate: Float[Array, "R H Dh"], *, few_rows: bool
+        self,
+        norms: DrafterNorms,
+        x: Float[Array, "R D"],
+        out: Float[Array, "R H Dh"],
+        gate: Float[Array, "R H Dh"],
+        *,
+        few_rows: bool,
     ) -> Float[Array, "R D"]:
         """From attention's output to the normed hidden, which is both the next step's hidden and the head's input."""
         x = x + self.attention.finish(out, gate, 0)
-        x = x + self.feed_forward(self._norm(x, self.post_norm), 0, few_rows=few_rows)
-        return self._norm(x, self.final_norm)
+        x = x + self.feed_forward(self._norm(x, norms.post), 0, few_rows=few_rows)
+        return self._norm(x, norms.final)
 
     def keys_values(
-        self, embedded: Float[Array, "T D"], hidden: Float[Array, "T D"], positions: Int[Array, " T"]
+        self, norms: DrafterNorms, embedded: Float[Array, "T D"], hidden: Float[Array, "T D"], positions: Int[Array, " T"]
     ) -> tuple[Float[Array, "T Hkv Dh"], Float[Array, "T Hkv Dh"]]:
         """Keys and values of prompt rows: all that the drafter needs of them."""
-        _, p = self.enter(embedded, hidden, positions)
+        _, p = self.enter(norms, embedded, hidden, positions)
         return p.k, p.v

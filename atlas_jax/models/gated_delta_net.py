@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from atlas_jax.models.layers import Block, gated_rms_norm, project, scaled_normal
+from atlas_jax.models.layers import Block, Initializer, gated_rms_norm, project, scaled_normal
 from atlas_jax.shapes import Array, Float
 from pallas_kernels import gated_delta
 
@@ -40,11 +39,8 @@ class GatedDeltaNet(Block):
         self.conv = self.weight(
             "conv", scaled_normal(c.linear_conv_kernel_dim), (c.linear_conv_kernel_dim, c.conv_channels)
         )
-        self.a_log = self.vector(
-            "a_log", lambda key, shape, dtype: jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0)), (heads,)
-        )
-        self.dt_bias = self.vector("dt_bias", nn.initializers.ones, (heads,))
-        self.norm = self.vector("norm", nn.initializers.ones, (c.linear_value_head_dim,))
+        # Side by side: a_log [Hv] and dt_bias [Hv], which make the decay, and the output's norm [Dv].
+        self.vectors = self.vector("vectors", _initial_vectors(heads), (2 * heads + c.linear_value_head_dim,))
         self.out_proj = self.weight("out_proj", scaled_normal(c.value_size), (c.value_size, c.hidden_size))
 
     def project(self, x: Float[Array, "*rows D"], i: int) -> Projected:
@@ -54,7 +50,7 @@ class GatedDeltaNet(Block):
         mixed, _, b, a = jnp.split(
             out, [c.conv_channels, c.conv_channels + c.value_size, out.shape[-1] - c.linear_num_value_heads], axis=-1
         )
-        log_decay, beta = gated_delta.gates(a, b, self.a_log[i], self.dt_bias[i])
+        log_decay, beta = gated_delta.gates(a, b, *jnp.split(self.vectors[i][: 2 * c.linear_num_value_heads], 2))
         return Projected(mixed, gate, log_decay, jnp.exp(log_decay), beta)
 
     def project_rows(self, x: Float[Array, "*rows D"], i: int) -> Rows:
@@ -76,11 +72,21 @@ class GatedDeltaNet(Block):
 
     def mixer(self) -> gated_delta.Mixer:
         """The weights that `gated_delta.step` applies, of all layers in one array each (layout "stacked")."""
-        return gated_delta.Mixer(self.conv, self.a_log, self.dt_bias)
+        return gated_delta.Mixer(self.conv, self.vectors)
 
     def finish(
         self, out: Float[Array, "*rows Hv Dv"], gate: Float[Array, "*rows Hv Dv"], i: int
     ) -> Float[Array, "*rows D"]:
         """Gated norm a head, then the output projection of layer `i`."""
-        y = gated_rms_norm(out, self.norm[i], gate, self.config.rms_norm_eps)
+        norm = self.vectors[i][2 * self.config.linear_num_value_heads :]
+        y = gated_rms_norm(out, norm, gate, self.config.rms_norm_eps)
         return project(y.reshape(*y.shape[:-2], -1), self.out_proj, i)
+
+
+def _initial_vectors(heads: int) -> Initializer:
+    def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        """Of [..., 2 heads + Dv]: logarithms of 1 … 16, and ones."""
+        a_log = jnp.log(jax.random.uniform(key, (*shape[:-1], heads), dtype, 1.0, 16.0))
+        return jnp.concatenate([a_log, jnp.ones((*shape[:-1], shape[-1] - heads), dtype)], axis=-1)
+
+    return init

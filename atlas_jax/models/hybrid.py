@@ -15,7 +15,7 @@ from atlas_jax.config import FULL, LINEAR, ModelConfig
 from atlas_jax.models import gated_delta_net as gdn
 from atlas_jax.models import linear_layers
 from atlas_jax.models.attention import Attention, causal_attention
-from atlas_jax.models.drafter import MtpDrafter
+from atlas_jax.models.drafter import DrafterNorms, MtpDrafter
 from atlas_jax.models.feed_forward import feed_forward
 from atlas_jax.models.layers import parameter, rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
@@ -55,10 +55,9 @@ class HybridModel(nn.Module):
         if not c.tie_word_embeddings:
             size = c.hidden_size, c.vocab_size
             self.head = parameter(self, "head", lambda key: scaled_normal(c.hidden_size)(key, size, self.dtype))
-        zeros = nn.initializers.zeros
-        self.input_norm = self.param("input_norm", zeros, (c.num_layers, c.hidden_size), jnp.float32)
-        self.post_norm = self.param("post_norm", zeros, (c.num_layers, c.hidden_size), jnp.float32)
-        self.final_norm = self.param("final_norm", zeros, (c.hidden_size,), jnp.float32)
+        # Of each layer before its mixer and before its feed-forward block, and of the last layer's output; then the drafter's.
+        norms = 2 * c.num_layers + 1 + (len(DrafterNorms._fields) if c.has_mtp else 0)
+        self.norms = self.param("norms", nn.initializers.zeros, (norms, c.hidden_size), jnp.float32)
         self.linear_attention = gdn.GatedDeltaNet(layers=c.num_linear_layers, **shared)
         self.attention = Attention(layers=c.num_full_layers, **shared)
         self.feed_forward = feed_forward(c)(layers=c.num_layers, **shared)
@@ -84,7 +83,12 @@ class HybridModel(nn.Module):
         return hidden.post_norm if self.config.mtp_hidden == "post_norm" else hidden.pre_norm
 
     def final(self, x: Float[Array, "*rows D"]) -> Hidden:
-        return Hidden(x, rms_norm(x, self.final_norm, self.config.rms_norm_eps))
+        return Hidden(x, rms_norm(x, self.norms[2 * self.config.num_layers], self.config.rms_norm_eps))
+
+    @property
+    def drafter_norms(self) -> DrafterNorms:
+        first = 2 * self.config.num_layers + 1
+        return DrafterNorms(*(self.norms[first + i] for i in range(len(DrafterNorms._fields))))
 
     @property
     def _prefill_with(self) -> str | None:
@@ -97,7 +101,7 @@ class HybridModel(nn.Module):
     def _after_mixer(self, x: Array, mixed: Array, layer: int, few_rows: bool) -> Array:
         x = x + mixed
         return x + self.feed_forward(
-            rms_norm(x, self.post_norm[layer], self.config.rms_norm_eps), layer, few_rows=few_rows
+            rms_norm(x, self.norms[2 * layer + 1], self.config.rms_norm_eps), layer, few_rows=few_rows
         )
 
     def _layers(
@@ -122,7 +126,7 @@ class HybridModel(nn.Module):
             project = block.project_rows if kind == LINEAR and as_rows else block.project
 
             def enter(x: Array, *rest: Array, project: Any = project, i: int = i, layer: int = layer) -> Any:
-                return project(rms_norm(x, self.input_norm[layer], eps), *rest, i)
+                return project(rms_norm(x, self.norms[2 * layer], eps), *rest, i)
 
             def leave(x: Array, out: Array, gate: Array, block: Any = block, i: int = i, layer: int = layer) -> Array:
                 return self._after_mixer(x, block.finish(out, gate, i), layer, few_rows)
@@ -212,10 +216,7 @@ class HybridModel(nn.Module):
         state = dataclasses.replace(
             state,
             pages=pages,
-            base=state.base.at[slots].set(start),
-            pending=state.pending.at[slots].set(0),
-            rows=state.rows.at[slots].set(n_rows),
-            ok=state.ok.at[slots].set(state.ok[slots] & valid),
+            slots=state.slots.put(slots, base=start, pending=0, rows=n_rows, ok=state.ok[slots] & valid),
             **mixing.end(recurrent),
         )
         return logits, hidden, state
@@ -245,7 +246,7 @@ class HybridModel(nn.Module):
         start = state.base[slot]
         valid = (n >= 0) & (n <= T) & (start + n <= state.capacity) & (state.pending[slot] == 0)
         n = jnp.where(valid, n, 0)
-        state = dataclasses.replace(state, ok=state.ok.at[slot].set(state.ok[slot] & valid))
+        state = state.put(slot, ok=state.ok[slot] & valid)
         live = jnp.arange(T) < n
         positions = jnp.where(live, start + jnp.arange(T), 0)
         table, count = state.page_table[slot][None], n[None]
@@ -277,11 +278,11 @@ class HybridModel(nn.Module):
             before = before if earlier is None else jnp.concatenate([earlier, before])
             previous = jnp.concatenate([before, fed])[:T]
             self.sow(FED, "hidden", previous)
-            k, v = self.mtp.keys_values(self.embed(tokens), previous, positions)
+            k, v = self.mtp.keys_values(self.drafter_norms, self.embed(tokens), previous, positions)
             pages = paged_attention.write(state.pages, c.num_full_layers, k, v, table, start[None], count, T)
             state = dataclasses.replace(state, pages=pages)
         boundary = jnp.where(n > 0, fed[jnp.maximum(n - 1, 0)], state.hidden[slot])
-        state = dataclasses.replace(state, base=state.base.at[slot].add(n), hidden=state.hidden.at[slot].set(boundary))
+        state = dataclasses.replace(state, hidden=state.hidden.at[slot].set(boundary)).put(slot, base=start + n)
         return hidden.post_norm, fed, state
 
     def feed(
@@ -304,7 +305,7 @@ class HybridModel(nn.Module):
         R = bucket(B * K, self.row_group)
         flat = lambda x: pad_rows(x.reshape(B * K, *x.shape[2:]), R)  # noqa: E731
         positions = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
-        enter = lambda t, h, at: self.mtp.enter(self.embed(t), h, at)  # noqa: E731
+        enter = lambda t, h, at: self.mtp.enter(self.drafter_norms, self.embed(t), h, at)  # noqa: E731
         entered = rows(enter, flat(tokens), flat(hidden), flat(positions))
         table, layer = state.page_table[slots], self.config.num_full_layers
         pages = paged_attention.write(state.pages, layer, entered[1].k, entered[1].v, table, start, n_rows, K)
@@ -331,7 +332,7 @@ class HybridModel(nn.Module):
         table, layer = state.page_table[slots], self.config.num_full_layers
         padded = (pad_rows(x, bucket(x.shape[0], self.row_group)) for x in (tokens, hidden, position))
         tokens, hidden, at = padded
-        x, p = self.mtp.enter(self.embed(tokens), hidden, at)
+        x, p = self.mtp.enter(self.drafter_norms, self.embed(tokens), hidden, at)
         pages = paged_attention.write(state.pages, layer, p.k, p.v, table, position, n_rows, 1)
         hidden = self._mtp_rows(x, p, pages, table, position, n_rows, state.drafter_start[slots])
         return hidden, dataclasses.replace(state, pages=pages)
@@ -343,7 +344,7 @@ class HybridModel(nn.Module):
         B, layer = position.shape[0], self.config.num_full_layers
         x, p = jax.tree.map(lambda y: pad_rows(y, bucket(B, self.row_group)), (x, p))
         out = paged_attention.attend(p.q, pages, layer, table, position, n_rows, 1, first=first, row_group=1)
-        return self.mtp.leave(x, out, p.gate, few_rows=True)[:B]
+        return self.mtp.leave(self.drafter_norms, x, out, p.gate, few_rows=True)[:B]
 
 
 def call(model: HybridModel, params: Any, *args: Any, method: str, **options: Any) -> Any:

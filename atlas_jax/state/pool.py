@@ -74,13 +74,8 @@ def save(state: TargetState, pool: SnapshotPool, slot: Int[Array, ""], row: Int[
 def load(state: TargetState, pool: SnapshotPool, slot: Int[Array, ""], row: Int[Array, ""]) -> TargetState:
     """Makes a slot whose pages are mapped the settled sequence of a row."""
     saved = read(pool, row)
-    return dataclasses.replace(
-        put_settled(state, slot, saved.leaves, saved.length),
-        rows=state.rows.at[slot].set(0),
-        base=state.base.at[slot].set(saved.length),
-        pending=state.pending.at[slot].set(0),
-        ok=state.ok.at[slot].set(True),
-    )
+    state = put_settled(state, slot, saved.leaves, saved.length)
+    return state.put(slot, rows=0, base=saved.length, pending=0, ok=True)
 
 
 def check(pool: SnapshotPool, row: Int[Array, ""]) -> Health:

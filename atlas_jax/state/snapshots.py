@@ -39,13 +39,9 @@ def folded(state: TargetState, slots: Int[Array, " B"]) -> Float[Array, "Lg B Hv
 
 def settle(state: TargetState, slots: Int[Array, " B"]) -> TargetState:
     """Folds the committed journal rows of `slots` into h: base moves to the committed length, pending to 0."""
-    return dataclasses.replace(
-        state,
-        h=put(state.h, slots, folded(state, slots)),
-        base=state.base.at[slots].add(state.pending[slots]),
-        pending=state.pending.at[slots].set(0),
-        rows=state.rows.at[slots].set(0),
-    )
+    length = state.length[slots]
+    state = dataclasses.replace(state, h=put(state.h, slots, folded(state, slots)))
+    return state.put(slots, base=length, pending=0, rows=0)
 
 
 def settled_leaves(state: TargetState, slot: Int[Array, ""]) -> dict[str, Array]:
@@ -85,14 +81,9 @@ def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
 def restore(state: TargetState, slot: Int[Array, ""], saved: Snapshot) -> TargetState:
     """Makes `slot` the sequence of a snapshot taken from a state of the same shape."""
     leaves = {"h": saved.h, "conv": saved.conv, "hidden": saved.hidden}
-    return dataclasses.replace(
-        put_settled(state, slot, leaves, saved.length),
-        pages=Pages(*(x.at[:, state.page_table[slot]].set(y) for x, y in zip(state.pages, saved.kv, strict=True))),
-        rows=state.rows.at[slot].set(0),
-        base=state.base.at[slot].set(saved.length),
-        pending=state.pending.at[slot].set(0),
-        ok=state.ok.at[slot].set(saved.ok),
-    )
+    pages = Pages(*(x.at[:, state.page_table[slot]].set(y) for x, y in zip(state.pages, saved.kv, strict=True)))
+    state = dataclasses.replace(put_settled(state, slot, leaves, saved.length), pages=pages)
+    return state.put(slot, rows=0, base=saved.length, pending=0, ok=saved.ok)
 
 
 def fork(state: TargetState, source: Int[Array, ""], target: Int[Array, ""]) -> TargetState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.errors import StateError
 from atlas_jax.shapes import Array, Bool, Float, Int
+from atlas_jax.state.record import Field, Record, record
 from pallas_kernels.gated_delta import Recurrent
 from pallas_kernels.paged_attention import Pages
 
@@ -29,18 +31,44 @@ class TargetState:
     """
 
     pages: Pages  # KV of the full-attention layers; the drafter's layer is the last
-    page_table: Int[Array, "S pages"]
     h: Float[Array, "Lg S Hv Dv Dk"]  # float32 recurrent state at `base`
     conv: Float[Array, "Lg S inputs C"]  # raw convolution inputs
     journal_k: Float[Array, "Lg S N Hk Dk"]  # the last verify's rows: S <- decay S + k u^T
     journal_u: Float[Array, "Lg S N Hv Dv"]
     journal_decay: Float[Array, "Lg S N Hv"]
-    rows: Int[Array, " S"]  # rows that the last verify left in the journal
-    base: Int[Array, " S"]
-    pending: Int[Array, " S"]
     hidden: Float[Array, "S D"]  # the target's hidden at the last committed position, as the drafter reads it
-    drafter_start: Int[Array, " S"]  # the first position whose row the drafter attends to; it has none at 0
-    ok: Bool[Array, " S"]  # false once a slot's numbers cannot be trusted; its request ends with an error
+    slots: Record  # the properties below
+
+    @property
+    def page_table(self) -> Int[Array, "S pages"]:
+        return self.slots["page_table"]
+
+    @property
+    def rows(self) -> Int[Array, " S"]:
+        """Rows that the last verify left in the journal."""
+        return self.slots["rows"]
+
+    @property
+    def base(self) -> Int[Array, " S"]:
+        return self.slots["base"]
+
+    @property
+    def pending(self) -> Int[Array, " S"]:
+        return self.slots["pending"]
+
+    @property
+    def drafter_start(self) -> Int[Array, " S"]:
+        """The first position whose row the drafter attends to; it has none at 0."""
+        return self.slots["drafter_start"]
+
+    @property
+    def ok(self) -> Bool[Array, " S"]:
+        """False once a slot's numbers cannot be trusted; its request ends with an error."""
+        return self.slots["ok"]
+
+    def put(self, slots: Int[Array, "*B"], **values: Any) -> TargetState:
+        """Sets properties of some slots, or of one (see `Record.put`)."""
+        return dataclasses.replace(self, slots=self.slots.put(slots, **values))
 
     @property
     def recurrent(self) -> Recurrent:
@@ -84,45 +112,34 @@ def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetSta
     table[1:] = 1 + np.arange(run.slots * per_slot, dtype=np.int32).reshape(run.slots, per_slot)
     layers = config.num_full_layers + config.mtp_num_hidden_layers
     pages = (layers, 1 + run.slots * per_slot + spare_pages, config.num_key_value_heads)
+    fields = (*map(Field, ("rows", "base", "pending", "drafter_start")), Field("ok", (), "bool"))
+    fields = (*fields, Field("page_table", (per_slot,)))
     zeros = jnp.zeros
     return TargetState(
         pages=Pages(
             zeros((*pages, config.head_dim, run.page_size), dtype),
             zeros((*pages, run.page_size, config.head_dim), dtype),
         ),
-        page_table=jnp.asarray(table),
         h=zeros((Lg, S, Hv, Dv, Dk), jnp.float32),
         conv=zeros((Lg, S, ring + config.linear_conv_kernel_dim - 1, config.conv_channels), dtype),
         journal_k=zeros((Lg, S, ring, Hk, Dk), jnp.float32),
         journal_u=zeros((Lg, S, ring, Hv, Dv), jnp.float32),
         journal_decay=zeros((Lg, S, ring, Hv), jnp.float32),
-        rows=zeros(S, jnp.int32),
-        base=zeros(S, jnp.int32),
-        pending=zeros(S, jnp.int32),
         hidden=zeros((S, config.hidden_size), dtype),
-        drafter_start=jnp.ones(S, jnp.int32),
-        ok=jnp.ones(S, bool),
+        slots=record(S, fields, page_table=table, drafter_start=1, ok=True),
     )
 
 
 def free(state: TargetState, slot: Int[Array, ""]) -> TargetState:
     """Empties a slot for a new sequence. Old KV rows, journal rows and convolution inputs stay where they are: nothing before
     position 0 or past the length is ever read."""
-    return dataclasses.replace(
-        state,
-        h=state.h.at[:, slot].set(0.0),
-        rows=state.rows.at[slot].set(0),
-        base=state.base.at[slot].set(0),
-        pending=state.pending.at[slot].set(0),
-        hidden=state.hidden.at[slot].set(0),
-        drafter_start=state.drafter_start.at[slot].set(1),
-        ok=state.ok.at[slot].set(True),
-    )
+    empty = dataclasses.replace(state, h=state.h.at[:, slot].set(0.0), hidden=state.hidden.at[slot].set(0))
+    return empty.put(slot, rows=0, base=0, pending=0, drafter_start=1, ok=True)
 
 
 def map_pages(state: TargetState, slot: Int[Array, ""], pages: Int[Array, " pages"]) -> TargetState:
     """Gives a slot its row of the page table: the pages of its positions in order, 0 (the sentinel) where it needs none."""
-    return dataclasses.replace(state, page_table=state.page_table.at[slot].set(pages))
+    return state.put(slot, page_table=pages)
 
 
 def commit(
@@ -136,12 +153,9 @@ def commit(
     valid = (n >= 0) & (n <= state.rows[slots])
     n = jnp.where(valid, n, 0)
     last = jnp.take_along_axis(hidden, jnp.maximum(n - 1, 0)[:, None, None], axis=1)[:, 0]
-    return dataclasses.replace(
-        state,
-        pending=state.pending.at[slots].set(n),
-        hidden=state.hidden.at[slots].set(jnp.where((n > 0)[:, None], last, state.hidden[slots])),
-        ok=state.ok.at[slots].set(state.ok[slots] & valid),
-    )
+    hidden = state.hidden.at[slots].set(jnp.where((n > 0)[:, None], last, state.hidden[slots]))
+    state = dataclasses.replace(state, hidden=hidden)
+    return state.put(slots, pending=n, ok=state.ok[slots] & valid)
 
 
 def check_slots(slots: np.ndarray, total: int) -> None:
@@ -161,7 +175,7 @@ def verify_guard(state: TargetState, slots, tokens, n_rows, vocab_size: int) -> 
         StateError: naming the number that is out of bounds.
     """
     slots, tokens, n_rows = np.asarray(slots), np.asarray(tokens), np.asarray(n_rows)
-    check_slots(slots, state.base.shape[0])
+    check_slots(slots, state.slots.words.shape[0])
     widest = state.max_rows
     if tokens.ndim != 2 or tokens.shape[:1] != slots.shape or n_rows.shape != slots.shape:
         raise StateError(f"{slots.size} slots, but tokens {tokens.shape} and row counts {n_rows.shape}")
@@ -187,7 +201,7 @@ def commit_guard(state: TargetState, slots, n) -> None:
         StateError: naming the number that is out of bounds.
     """
     slots, n = np.asarray(slots), np.asarray(n)
-    check_slots(slots, state.base.shape[0])
+    check_slots(slots, state.slots.words.shape[0])
     if n.shape != slots.shape:
         raise StateError(f"{slots.size} slots, but {n.shape} accept counts")
     rows = np.asarray(state.rows)[slots]

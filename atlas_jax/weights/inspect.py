@@ -137,7 +137,7 @@ def _parameters(config: ModelConfig) -> dict[str, int]:
     out: collections.Counter[str] = collections.Counter()
     for path, leaf in jax.tree.leaves_with_path(parameter_shapes(config, dtype="bfloat16", layout="stacked")["params"]):
         name = path[0].key
-        out["drafter" if name == "mtp" else "norms" if name.endswith("norm") else name] += math.prod(leaf.shape)
+        out["drafter" if name == "mtp" else "norms" if name == "norms" else name] += math.prod(leaf.shape)
     return dict(out)
 
 
@@ -155,7 +155,7 @@ def _state(config: ModelConfig) -> dict[str, int]:
     per_slot = {
         field.name: _size(getattr(shapes, field.name)) // (run.slots + 1)
         for field in dataclasses.fields(shapes)
-        if field.name not in ("pages", "page_table")
+        if field.name not in ("pages", "slots")
     }
     _, pages, _, page_tokens, _ = shapes.pages.values.shape
     return {

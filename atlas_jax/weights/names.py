@@ -12,6 +12,13 @@ from atlas_jax.config import FULL, LINEAR, ModelConfig
 from atlas_jax.shapes import Array, Float
 
 Join = Callable[..., Array]
+DRAFTER_NORMS = (  # in the order of `models.drafter.DrafterNorms`
+    "mtp.pre_fc_norm_embedding",
+    "mtp.pre_fc_norm_hidden",
+    "mtp.layers.0.input_layernorm",
+    "mtp.layers.0.post_attention_layernorm",
+    "mtp.norm",
+)
 IGNORED_PREFIXES = ("model.visual.", "visual.")  # the vision tower: this runtime reads text
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # computed from the config
 
@@ -49,6 +56,14 @@ def as_is(x: Array) -> Array:
 def matrix(*parts: Float[Array, "*experts _ D"]) -> Float[Array, "*experts D N"]:
     """Outputs side by side, stored [in, out]."""
     return jnp.swapaxes(jnp.concatenate(parts, axis=-2), -1, -2)
+
+
+def side_by_side(*parts: Float[Array, " _"]) -> Float[Array, " N"]:
+    return jnp.concatenate(parts)
+
+
+def stacked(*parts: Float[Array, " Dh"]) -> Float[Array, "parts Dh"]:
+    return jnp.stack(parts)
 
 
 def convolution(x: Float[Array, "C 1 W"]) -> Float[Array, "W C"]:
@@ -93,14 +108,14 @@ class _Plan:
         yield Leaf(("embedding",), (self.one(f"{self.trunk}embed_tokens.weight", (V, D)),), "one")
         if not c.tie_word_embeddings:
             yield Leaf(("head",), (self.one("lm_head.weight", (V, D), matrix),), "one")
-        yield Leaf(("final_norm",), (self.vector(f"{self.trunk}norm.weight", D),), "one")
         layers = [f"{self.trunk}layers.{i}." for i in range(c.num_layers)]
         kinds = {
             kind: [layer for layer, of in zip(layers, c.layer_types, strict=True) if of == kind]
             for kind in (LINEAR, FULL)
         }
-        for name, norm in (("input_norm", "input_layernorm"), ("post_norm", "post_attention_layernorm")):
-            yield Leaf((name,), tuple(self.vector(f"{layer}{norm}.weight", D) for layer in layers), "rows")
+        norms = [f"{layer}{norm}" for layer in layers for norm in ("input_layernorm", "post_attention_layernorm")]
+        norms += [f"{self.trunk}norm", *(DRAFTER_NORMS if c.has_mtp else ())]
+        yield Leaf(("norms",), tuple(self.vector(f"{norm}.weight", D) for norm in norms), "rows")
         yield from self.block("linear_attention", kinds[LINEAR], self.linear_attention)
         yield from self.block("attention", kinds[FULL], self.attention)
         yield from self.block("feed_forward", layers, self.feed_forward)
@@ -111,14 +126,6 @@ class _Plan:
     def drafter(self) -> Iterator[Leaf]:
         D, layer = self.config.hidden_size, "mtp.layers.0."
         yield Leaf(("fc",), (self.one("mtp.fc.weight", (D, 2 * D), matrix),), "one")
-        for name, source in {
-            "embedding_norm": "mtp.pre_fc_norm_embedding",
-            "hidden_norm": "mtp.pre_fc_norm_hidden",
-            "input_norm": f"{layer}input_layernorm",
-            "post_norm": f"{layer}post_attention_layernorm",
-            "final_norm": "mtp.norm",
-        }.items():
-            yield Leaf((name,), (self.vector(f"{source}.weight", D),), "one")
         yield from self.block("attention", [layer], self.attention)
         yield from self.block("feed_forward", [layer], self.feed_forward)
 
@@ -132,7 +139,10 @@ class _Plan:
         return Weight((Part((name,), shape),), join)
 
     def vector(self, name: str, size: int) -> Weight:
-        return Weight((Part((name,), (size,)),), as_is, float32=True)
+        return self.vectors({name: size}, as_is)
+
+    def vectors(self, sizes: dict[str, int], join: Join) -> Weight:
+        return Weight(tuple(Part((name,), (size,)) for name, size in sizes.items()), join, float32=True)
 
     def joined(self, prefix: str, rows: dict[str, int], columns: int, join: Join = matrix) -> Weight:
         """Linear layers of common inputs, outputs side by side."""
@@ -150,9 +160,9 @@ class _Plan:
         return {
             "in_proj": projection,
             "conv": self.one(f"{at}conv1d.weight", (C, 1, width), convolution),
-            "a_log": self.vector(f"{at}A_log", heads),
-            "dt_bias": self.vector(f"{at}dt_bias", heads),
-            "norm": self.vector(f"{at}norm.weight", c.linear_value_head_dim),
+            "vectors": self.vectors(
+                {f"{at}A_log": heads, f"{at}dt_bias": heads, f"{at}norm.weight": c.linear_value_head_dim}, side_by_side
+            ),
             "out_proj": self.one(f"{at}out_proj.weight", (D, c.value_size), matrix),
         }
 
@@ -161,8 +171,7 @@ class _Plan:
         D, inner, keys = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         return {
             "in_proj": self.joined(at, {"q_proj": 2 * inner, "k_proj": keys, "v_proj": keys}, D),
-            "q_norm": self.vector(f"{at}q_norm.weight", c.head_dim),
-            "k_norm": self.vector(f"{at}k_norm.weight", c.head_dim),
+            "norms": self.vectors({f"{at}q_norm.weight": c.head_dim, f"{at}k_norm.weight": c.head_dim}, stacked),
             "out_proj": self.one(f"{at}o_proj.weight", (D, inner), matrix),
         }
 

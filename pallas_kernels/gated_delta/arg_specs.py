@@ -109,9 +109,8 @@ def step_arrays(
     specs = step_specs(shape, B, K, slots=B + 1, max_rows=max_rows, dtype=dtype)
     Hv, Dk = shape.Hv, shape.Dk
     normal = lambda spec, scale=1.0: rng.normal(size=spec.shape) * scale  # noqa: E731
-    mixer = Mixer(
-        normal(specs[0].conv, 0.5), np.log(rng.uniform(1, 16, specs[0].a_log.shape)), normal(specs[0].dt_bias)
-    )
+    a_log, dt_bias = np.log(rng.uniform(1, 16, (shape.layers, Hv))), rng.normal(size=(shape.layers, Hv))
+    mixer = Mixer(normal(specs[0].conv, 0.5), np.concatenate([a_log, dt_bias], axis=1))
     scales = Recurrent(h=0.1, conv=1.0, k=Dk**-0.5, u=1.0, decay=1.0)
     state = Recurrent(*(normal(spec, scale) for spec, scale in zip(specs[1], scales, strict=True)))
     state = state._replace(decay=rng.uniform(0.2, 1, specs[1].decay.shape))

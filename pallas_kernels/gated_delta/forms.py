@@ -11,8 +11,11 @@ class Mixer(NamedTuple):
     """A mixer's weights that the step itself applies; its projections stay outside."""
 
     conv: Float[Array, "L taps C"]
-    a_log: Float[Array, "L Hv"]
-    dt_bias: Float[Array, "L Hv"]
+    vectors: Float[Array, "L width"]  # a_log [Hv] | dt_bias [Hv] | what the step does not read
+
+    def gates_of(self, layer: int, heads: int) -> tuple[Float[Array, " Hv"], Float[Array, " Hv"]]:
+        """A layer's a_log and dt_bias."""
+        return self.vectors[layer, :heads], self.vectors[layer, heads : 2 * heads]
 
 
 class Recurrent(NamedTuple):

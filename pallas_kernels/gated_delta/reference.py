@@ -172,7 +172,7 @@ def step(
     start = base + pending
     rows = projected[: B * K].reshape(B, K, -1)
     mixed, _, b, a = jnp.split(rows, [C, C + Hv * Dv, C + Hv * Dv + Hv], axis=-1)
-    log_decay, beta = gates(a, b, mixer.a_log[layer], mixer.dt_bias[layer])
+    log_decay, beta = gates(a, b, *mixer.gates_of(layer, Hv))
     decay = jnp.exp(log_decay)
     past = window(state.conv[layer : layer + 1], slots, start, taps - 1)[0]
     inputs = sliding(jnp.concatenate([past, mixed], axis=1), K, taps)

@@ -130,8 +130,8 @@ def fold(
 
 
 def _kernel(K: int, R: int, Hk: int, taps: int, columns: int, *refs) -> None:
-    layers, slots, bases, pendings, counts, x, conv_weight, a_log, dt_bias = refs[:9]
-    out, h, conv, journal_k, journal_u, journal_decay = refs[14:]
+    layers, slots, bases, pendings, counts, x, conv_weight, vectors = refs[:8]
+    out, h, conv, journal_k, journal_u, journal_decay = refs[13:]
     layer = layers[0]
     _, _, Hv, Dv, Dk = h.shape
     ratio = Hv // Hk
@@ -170,7 +170,7 @@ def _kernel(K: int, R: int, Hk: int, taps: int, columns: int, *refs) -> None:
     raw = load(0)
     window = tuple(tuple(past(c, w) for w in range(taps - 1)) for c in channels)
     weights = [[conv_weight[layer, w, c].astype(jnp.float32) for w in range(taps)] for c in channels]
-    rate, bias = jnp.exp(a_log[layer, head]), dt_bias[layer, head]
+    rate, bias = jnp.exp(vectors[layer, head]), vectors[layer, Hv + head]
     following = load(1)
 
     state = rows.apply(state, block)
