@@ -54,7 +54,13 @@ def params_of(config: ModelConfig, run: RunConfig, seed: int = 0) -> Any:
         x = jnp.zeros((1, D), model.dtype)
         model.logits(model.forward(jnp.zeros((1, 2), jnp.int32)).post_norm)
         model.mtp.keys_values(model.drafter_norms, x, x, jnp.zeros(1, jnp.int32))
-        model.mtp.leave(model.drafter_norms, x, jnp.zeros((1, *heads), model.dtype), jnp.zeros((1, *heads), model.dtype), few_rows=True)
+        model.mtp.leave(
+            model.drafter_norms,
+            x,
+            jnp.zeros((1, *heads), model.dtype),
+            jnp.zeros((1, *heads), model.dtype),
+            few_rows=True,
+        )
 
     params = jax.jit(functools.partial(model.init, method=touch))(jax.random.key(seed))
     leaves, tree = jax.tree.flatten_with_path(params)

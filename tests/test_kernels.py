@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,12 @@ from pallas_kernels.paged_attention import reference as paged_twin
 from pallas_kernels.paged_attention import triton as attention_kernel
 
 # Both are float32 throughout; they add in another order.
-CLOSE = dict(rtol=2e-4, atol=2e-5)
+CLOSE: Any = dict(rtol=2e-4, atol=2e-5)
 
 
 def step(args, K, layer=1, **state):
     mixer, recurrent, *rest = args
-    return step_kernel.step(mixer, recurrent, layer, *rest, K, interpret=True, **state)
+    return step_kernel.step(mixer, recurrent, layer, *(*rest, K), interpret=True, **state)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -54,7 +55,7 @@ def test_step_equals_its_twin_and_touches_nothing_else(name, K, base, pending, n
     want, want_state = twin_step(args, K)
     before = args[1]
     assert np.isfinite(out).all()
-    untouched = Recurrent(*(np.ones(x.shape, bool) for x in state))
+    untouched: Any = Recurrent(*jax.tree.map(lambda x: np.ones(x.shape, bool), tuple(state)))
     for b in range(len(base)):
         slot, start = b + 1, base[b] + pending[b]
         rows = slice(b * K, b * K + n_rows[b])
@@ -179,7 +180,7 @@ def assert_attends(given, K, first, dtype, **tuning):
     out = attend(given, K, first, **tuning)
     want = paged_twin.attend(q, pages, 0, table, start, n_rows, K, first=first, row_group=4)
     # bfloat16 products of scores and weights, against float32 ones
-    close = CLOSE if dtype == jnp.float32 else dict(rtol=2e-2, atol=2e-2)
+    close = CLOSE if dtype == jnp.float32 else dict[str, Any](rtol=2e-2, atol=2e-2)
     for b, n in enumerate(n_rows.tolist()):
         rows = slice(b * K, b * K + n)
         got, wanted = (np.asarray(x[rows], np.float32) for x in (out, want))

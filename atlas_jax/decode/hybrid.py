@@ -19,8 +19,7 @@ from atlas_jax.shapes import Array, Bool, Float, Int
 from atlas_jax.state import TargetState
 from atlas_jax.state.record import Field, Record, record
 
-
-# The drafter's state: what each slot's last round drafted, to be judged by the next one, and how the kinds of drafts have done so far.
+# The drafter's state: what each slot's last round drafted, to be judged by the next one, and how the kinds of drafts have done.
 FIELDS = (
     Field("counts", (arb.KINDS, 4), "float32"),  # see `arbitration.outcome`
     Field("at"),  # committed tokens when it drafted

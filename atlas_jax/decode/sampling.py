@@ -72,9 +72,7 @@ def slot_values(params: SamplingParams, prompt: Sequence[int] | np.ndarray, voca
     )
 
 
-def count_tokens(
-    state: Record, slots: Int[Array, " B"], tokens: Int[Array, "B K"], n: Int[Array, " B"]
-) -> Record:
+def count_tokens(state: Record, slots: Int[Array, " B"], tokens: Int[Array, "B K"], n: Int[Array, " B"]) -> Record:
     """Adds the first `n` tokens of each sequence, just emitted, to its slot's counts."""
     emitted = jnp.arange(tokens.shape[1]) < n[:, None]
     added = emitted.astype(jnp.int32)

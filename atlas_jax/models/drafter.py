@@ -74,7 +74,11 @@ class MtpDrafter(nn.Module):
         return self._norm(x, norms.final)
 
     def keys_values(
-        self, norms: DrafterNorms, embedded: Float[Array, "T D"], hidden: Float[Array, "T D"], positions: Int[Array, " T"]
+        self,
+        norms: DrafterNorms,
+        embedded: Float[Array, "T D"],
+        hidden: Float[Array, "T D"],
+        positions: Int[Array, " T"],
     ) -> tuple[Float[Array, "T Hkv Dh"], Float[Array, "T Hkv Dh"]]:
         """Keys and values of prompt rows: all that the drafter needs of them."""
         _, p = self.enter(norms, embedded, hidden, positions)

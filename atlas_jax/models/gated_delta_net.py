@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,8 @@ class GatedDeltaNet(Block):
 
     def mixer(self) -> gated_delta.Mixer:
         """The weights that `gated_delta.step` applies, of all layers in one array each (layout "stacked")."""
-        return gated_delta.Mixer(self.conv, self.vectors)
+        stacked: Any = self.conv, self.vectors
+        return gated_delta.Mixer(*stacked)
 
     def finish(
         self, out: Float[Array, "*rows Hv Dv"], gate: Float[Array, "*rows Hv Dv"], i: int

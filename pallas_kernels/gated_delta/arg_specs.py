@@ -108,16 +108,18 @@ def step_arrays(
     B, rng = len(base), np.random.default_rng(seed)
     specs = step_specs(shape, B, K, slots=B + 1, max_rows=max_rows, dtype=dtype)
     Hv, Dk = shape.Hv, shape.Dk
-    normal = lambda spec, scale=1.0: rng.normal(size=spec.shape) * scale  # noqa: E731
+    normal: Any = lambda spec, scale=1.0: rng.normal(size=spec.shape) * scale  # noqa: E731
     a_log, dt_bias = np.log(rng.uniform(1, 16, (shape.layers, Hv))), rng.normal(size=(shape.layers, Hv))
-    mixer = Mixer(normal(specs[0].conv, 0.5), np.concatenate([a_log, dt_bias], axis=1))
-    scales = Recurrent(h=0.1, conv=1.0, k=Dk**-0.5, u=1.0, decay=1.0)
+    vectors: Any = np.concatenate([a_log, dt_bias], axis=1)
+    mixer = Mixer(normal(specs[0].conv, 0.5), vectors)
+    scales = (0.1, 1.0, Dk**-0.5, 1.0, 1.0)
     state = Recurrent(*(normal(spec, scale) for spec, scale in zip(specs[1], scales, strict=True)))
-    state = state._replace(decay=rng.uniform(0.2, 1, specs[1].decay.shape))
+    decay: Any = rng.uniform(0.2, 1, specs[1].decay.shape)
+    state = state._replace(decay=decay)
     projected = normal(specs[6])
     projected[:, -Hv:] -= 2.0  # decays of some rows' memory
     if garbage:
-        kept = Recurrent(*(np.zeros(x.shape, bool) for x in state))
+        kept: Any = Recurrent(*jax.tree.map(lambda x: np.zeros(x.shape, bool), tuple(state)))
         for b in range(B):
             slot, start = b + 1, base[b] + pending[b]
             kept.h[layer, slot] = True
@@ -128,9 +130,10 @@ def step_arrays(
                     ring[layer, slot, position % ring.shape[2]] = True
             projected[b * K + n_rows[b] : (b + 1) * K] = np.nan
         projected[B * K :] = np.nan
-        state = Recurrent(*(np.where(keep, x, np.nan) for keep, x in zip(kept, state, strict=True)))
+        state: Any = Recurrent(*jax.tree.map(lambda keep, x: np.where(keep, x, np.nan), tuple(kept), tuple(state)))
         others = [i for i in range(shape.layers) if i != layer]
-        for x in mixer:
+        weights: Any = mixer
+        for x in weights:
             x[others] = np.nan
     numbers = (np.arange(1, B + 1), base, pending, n_rows)
     values = (mixer, state, *(np.asarray(x) for x in numbers), projected)

@@ -50,7 +50,7 @@ def _step(
     body = functools.partial(_kernel, K, R, Hk, taps, columns)
     given = (layer, slots, base, pending, n_rows, projected, *mixer)
     first = len(given)
-    out, *state = pl.pallas_call(
+    out, *after = pl.pallas_call(
         body,
         grid=(B, Hv, Dv // columns),
         out_shape=(
@@ -62,7 +62,7 @@ def _step(
         interpret=interpret,
         name="gated_delta_step",
     )(*given, *state)
-    return out, Recurrent(*state)
+    return out, Recurrent(*after)
 
 
 def _update(state: Array, k: Array, u: Array, decay: Array) -> Array:

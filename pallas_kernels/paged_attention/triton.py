@@ -106,7 +106,7 @@ def _attend(
     tiles = -(-K * group // ROWS)
     shares = -(-tiles // TILES)
     M = shares * min(tiles, TILES) * ROWS
-    programs = programs or 1 << (PROGRAMS // Hkv).bit_length() - 1
+    programs = programs if programs else 1 << (PROGRAMS // Hkv).bit_length() - 1
     columns = min(64, Dh)
     exact = pages.keys.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else None
@@ -181,6 +181,7 @@ def _partials(
         queries = [rows(tile) for tile in range(tiles)]
 
         def step(i, parts, settled):
+            finite = None
             index = program + i * programs
             page = table[b, index // per_page]
             # A multiple of `unit` on the face of it: the compiler must see that the loads are aligned.
@@ -200,7 +201,7 @@ def _partials(
                 seen = position[None, :] <= limit[:, None]
                 if hides:
                     seen &= (position >= firsts[b])[None, :]
-                if not settled:
+                if finite is not None:
                     score = jnp.where(finite[None, :], score, jnp.nan)
                 score = jnp.where(seen, score, -jnp.inf)
                 after.append(softmax.add(running, score, value, precision))
