@@ -75,10 +75,9 @@ def step_specs(
     Slots 0 … `slots` - 1; slot 0 is the sentinel. The rings hold two verifies of `max_rows`.
     """
     Hk, Hv, Dk, Dv, L = shape
-    of = jax.ShapeDtypeStruct
-    mixer = Mixer(
-        of((L, TAPS, shape.channels), dtype), of((L, Hv), jnp.dtype("float32")), of((L, Hv), jnp.dtype("float32"))
-    )
+    of: Any = jax.ShapeDtypeStruct
+    vectors = of((L, 2 * Hv), jnp.dtype("float32"))
+    mixer = Mixer(of((L, TAPS, shape.channels), dtype), vectors)
     N, f32 = 2 * max_rows, jnp.dtype("float32")
     state = Recurrent(
         of((L, slots, Hv, Dv, Dk), f32),
