@@ -1,0 +1,1 @@
+"""The servers: gRPC and OpenAI-compatible HTTP, both in front of one engine. Needs the extra `serve`."""
