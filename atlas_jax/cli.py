@@ -1,4 +1,4 @@
-"""The command line: generate, chat, demo, inspect, bench, replay, experiment.
+"""The command line: generate, chat, serve, demo, inspect, bench, replay, experiment.
 
 stdout carries the answer alone; progress and errors go to stderr. JAX is imported once the arguments make sense.
 """
@@ -20,6 +20,7 @@ from atlas_jax.config import DRAFTER_CONTEXTS
 from atlas_jax.errors import AtlasError, RequestError
 from atlas_jax.experiment import command as experiment_command
 from atlas_jax.replay import command as replay_command
+from atlas_jax.serve import command as serve_command
 from atlas_jax.terminal import Progress, ask, exit_on_interrupt, note, say
 
 MAX_DRAFTS = 31  # beyond any drafter's use; the state grows with it
@@ -72,6 +73,15 @@ def parser() -> Parser:
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     _answer_options(chat, max_tokens=512)
     chat.set_defaults(run=run_chat)
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model to others",
+        description="Serve a model by gRPC, by OpenAI-compatible HTTP, or both. SIGTERM lets running answers end.",
+    )
+    _model_options(serve)
+    serve_command.add_options(serve)
+    serve.set_defaults(run=serve_command.run)
 
     demo = commands.add_parser(
         "demo",
@@ -222,7 +232,7 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     given: dict[str, Any] = {}
     if isinstance(args.drafts, int) and args.drafts > 7:
         given["max_drafts"] = args.drafts
-    for name in ("drafter_context", "refeed", "prefix_cache"):
+    for name in ("drafter_context", "refeed", "prefix_cache", "slots"):
         if (value := getattr(args, name, None)) is not None:
             given[name] = value
     runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=args.max_length, progress=progress, **given)

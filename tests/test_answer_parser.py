@@ -1,5 +1,6 @@
 """Answers into reasoning, content and tool calls: what comes out, and that it does not depend on how the text is cut."""
 
+import itertools
 import json
 import pathlib
 
@@ -45,7 +46,9 @@ def parse(text, pieces=None, tools=TOOLS, **options):
 def calls(events):
     """Names and raw arguments of an answer's calls."""
     names = [e.name for e in events if isinstance(e, CallBegin)]
-    pieces = ["".join(e.text for e in events if isinstance(e, CallArguments) and e.index == i) for i in range(len(names))]
+    pieces = [
+        "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == i) for i in range(len(names))
+    ]
     return list(zip(names, pieces, strict=True))
 
 
@@ -79,7 +82,10 @@ def test_xml_calls():
     text = "One moment.\n\n" + xml("find", city="Ålesund", count="3") + "\n" + xml("go")
     events, parser = parse(text)
     assert events[0] == Content("One moment.")
-    assert [(name, json.loads(raw)) for name, raw in calls(events)] == [("find", {"city": "Ålesund", "count": 3}), ("go", {})]
+    assert [(name, json.loads(raw)) for name, raw in calls(events)] == [
+        ("find", {"city": "Ålesund", "count": 3}),
+        ("go", {}),
+    ]
     assert parser.calls == 2 and not parser.broken
     assert not any(isinstance(e, Content) for e in events[1:])
 
@@ -161,10 +167,19 @@ def test_every_call_of_a_real_conversation_comes_back():
     tools = json.loads((directory / "airline_tools.json").read_text())
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     made = [
-        ("book_reservation", {"user_id": "a_1", "flights": [{"flight_number": "HAT1", "date": "2024-05-01"}], "total_baggages": 2}),
+        (
+            "book_reservation",
+            {"user_id": "a_1", "flights": [{"flight_number": "HAT1", "date": "2024-05-01"}], "total_baggages": 2},
+        ),
         ("think", {"thought": "one\n\ntwo </parameter"}),
     ]
-    turns = [{"role": "assistant", "content": "So:", "tool_calls": [{"function": {"name": n, "arguments": a}} for n, a in made]}]
+    turns = [
+        {
+            "role": "assistant",
+            "content": "So:",
+            "tool_calls": [{"function": {"name": n, "arguments": a}} for n, a in made],
+        }
+    ]
     text = render_chat(Tokenizer(directory), [{"role": "user", "content": "?"}, *turns], add_generation_prompt=False)
     answer = text.split("<|im_start|>assistant\n")[1].removesuffix("<|im_end|>\n")
     events, _ = parse(answer, tools=schemas)
@@ -180,10 +195,12 @@ TEXTS = st.lists(FRAGMENTS | st.text(max_size=3), max_size=14).map("".join)
 
 
 @hypothesis.settings(max_examples=400)
-@hypothesis.given(text=TEXTS, cuts=st.lists(st.integers(0, 300), max_size=12), reasoning=st.booleans(), offered=st.booleans())
+@hypothesis.given(
+    text=TEXTS, cuts=st.lists(st.integers(0, 300), max_size=12), reasoning=st.booleans(), offered=st.booleans()
+)
 def test_any_chunking_parses_the_same(text, cuts, reasoning, offered):
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
     options = dict(tools=TOOLS if offered else None, reasoning=reasoning)
     whole, parser = parse(text, **options)
     for cut in (pieces, list(text)):

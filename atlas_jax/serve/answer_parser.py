@@ -230,7 +230,7 @@ class AnswerParser:
         if call.failed and self._open:
             self.broken, self._open = True, False
             return self._enter(self._after, self._text)
-        return self._no_call() if final and not self._open or call.failed else False
+        return self._no_call() if (final and not self._open) or call.failed else False
 
     def _after(self, final: bool) -> bool:
         """Behind a call's own end, where its block ends or, in some models' answers, another call follows."""

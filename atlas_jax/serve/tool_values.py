@@ -6,7 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array"}
+_KINDS = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+}
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _NESTING = 8  # how far $ref and anyOf are followed
 

@@ -15,6 +15,16 @@ SPECIAL_TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token ma
 REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8 are decoded to
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level vocabularies write bytes with: printable ones stand for themselves, others from U+0100 on."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_alphabet()
+
+
 class Tokenizer:
     """The tokenizer of a model, and what its chat template needs to know.
 
@@ -37,6 +47,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: cannot be read ({error}); download the file again") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._added = self._tokenizer.get_added_tokens_decoder()
         config_path = self.directory / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
         self.special_tokens = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
@@ -65,6 +76,15 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; ids without a token give nothing, bytes that are no UTF-8 give U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, which need not be whole characters; empty for ids without a token."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id not in self._added and all(char in _BYTES for char in token):
+            return bytes(_BYTES[char] for char in token)
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that arrive one by one."""

@@ -1,0 +1,100 @@
+"""`atlas-jax serve`: its options, and running it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import pathlib
+import sys
+from typing import Any
+
+from atlas_jax.errors import ConfigError
+
+EXTRA = "serving needs further packages: pip install 'atlas-jax[serve]'"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    listening = command.add_argument_group("where")
+    listening.add_argument(
+        "--http", metavar="ADDRESS", help="OpenAI-compatible HTTP at HOST:PORT, or :PORT on loopback"
+    )
+    listening.add_argument("--grpc", metavar="ADDRESS", help="gRPC at HOST:PORT, or :PORT on loopback")
+    listening.add_argument("--name", metavar="NAME", help="of the model, for clients (default: MODEL's last part)")
+    access = command.add_argument_group("who may ask")
+    access.add_argument("--api-keys", metavar="FILE", help="keys, one a line; clients send one as a bearer token")
+    access.add_argument("--anonymous", action="store_true", help="let everyone in, from other machines too")
+    access.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM, for both servers")
+    access.add_argument("--tls-key", metavar="FILE", help="its private key")
+    access.add_argument("--tls-client-ca", metavar="FILE", help="let in only clients with certificates signed by these")
+    limits = command.add_argument_group("limits")
+    limits.add_argument("--slots", type=int, default=16, metavar="N", help="sequences decoded together (default: 16)")
+    limits.add_argument(
+        "--max-waiting", type=int, default=256, metavar="N", help="requests that may wait (default: 256)"
+    )
+    limits.add_argument(
+        "--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: what a sequence holds)"
+    )
+    limits.add_argument("--max-body", type=int, default=8, metavar="MIB", help="of a request, in MiB (default: 8)")
+    limits.add_argument("--request-timeout", type=float, metavar="S", help="seconds a request may take (default: any)")
+    limits.add_argument(
+        "--write-timeout",
+        type=float,
+        default=30,
+        metavar="S",
+        help="for a client to read on, or be given up (default: 30)",
+    )
+    limits.add_argument(
+        "--drain-timeout", type=float, default=60, metavar="S", help="for answers to end after SIGTERM (default: 60)"
+    )
+    command.add_argument(
+        "--log-requests", action="store_true", help="log what users send and get (default: nothing of it)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `AtlasError` for what is wrong in the arguments, the addresses or the model."""
+    try:
+        from atlas_jax.serve.config import Address, ServeConfig, read_keys
+        from atlas_jax.serve.server import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{EXTRA} ({error.name} is missing)") from None
+    config = ServeConfig(
+        http=Address.parse(args.http) if args.http else None,
+        grpc=Address.parse(args.grpc) if args.grpc else None,
+        name=args.name or pathlib.PurePath(args.model.removeprefix("shape:")).name,
+        keys=read_keys(args.api_keys) if args.api_keys else (),
+        anonymous=args.anonymous,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        tls_client_ca=args.tls_client_ca,
+        max_body_bytes=args.max_body << 20,
+        max_prompt_tokens=args.max_prompt,
+        request_timeout_s=args.request_timeout,
+        write_timeout_s=args.write_timeout,
+        drain_timeout_s=args.drain_timeout,
+        log_requests=args.log_requests,
+        drafter=args.drafter,
+        drafts=args.drafts,
+    )
+    logging.basicConfig(
+        level=logging.INFO if args.log_requests else logging.WARNING, format="%(asctime)s %(name)s %(message)s"
+    )
+    asyncio.run(serve(config, lambda: make_engine(args), _tell))
+    return 0
+
+
+def make_engine(args: argparse.Namespace) -> Any:
+    """Loads the model that the arguments name."""
+    from atlas_jax import cli
+    from atlas_jax.engine.api import EngineConfig
+    from atlas_jax.engine.engine import Engine
+    from atlas_jax.terminal import Progress
+
+    with Progress() as progress:
+        runtime = cli.load(args, progress)
+        return Engine(runtime, EngineConfig(max_waiting=args.max_waiting))
+
+
+def _tell(text: str) -> None:
+    print(f"atlas-jax: {text}", file=sys.stderr, flush=True)
