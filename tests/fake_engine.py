@@ -137,8 +137,8 @@ class FakeEngine:
                 finish = "stop"
                 break
             ticket.push(Delta([token], piece, **logs))
-        rest = "" if stops.stopped else stops.push(stream.flush()) + stops.flush()
-        shown += rest
+        rest = piece if stops.stopped else stops.push(stream.flush()) + stops.flush()
+        shown += "" if stops.stopped else rest
         del self.live[ticket.id]
         ticket.push(Delta([], rest, finish, self._completion(request, sent, shown, finish)))
 

@@ -3,15 +3,29 @@
 import contextlib
 import json
 import socket
+import ssl
 import subprocess
 import time
 
 import httpx
 import openai
 import pytest
+from fake_engine import FakeEngine
+from serving import KEY, MODEL, certificate, running
 
-from tests.fake_engine import FakeEngine
-from tests.serving import KEY, MODEL, certificate, running
+
+@contextlib.contextmanager
+def web_of(server, scheme="http", **options):
+    with httpx.Client(base_url=f"{scheme}://localhost:{server.http_port}", timeout=30, **options) as web:
+        yield web
+
+
+@contextlib.contextmanager
+def client_of(server, key="none", scheme="http", **options):
+    address = f"{scheme}://localhost:{server.http_port}/v1"
+    with openai.OpenAI(base_url=address, api_key=key, max_retries=0, **options) as client:
+        yield client
+
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [
@@ -24,7 +38,16 @@ TOOLS = [
         },
     }
 ]
-CALL = "<tool_call>\n<function=find>\n<parameter=city>\nÅlesund\n</parameter>\n<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>"
+CALL = """<tool_call>
+<function=find>
+<parameter=city>
+Ålesund
+</parameter>
+<parameter=count>
+3
+</parameter>
+</function>
+</tool_call>"""
 
 
 def answer(text: str) -> str:
@@ -55,19 +78,14 @@ def server(engine):
 
 
 @pytest.fixture(scope="module")
-def url(server):
-    return f"http://127.0.0.1:{server.http_port}"
-
-
-@pytest.fixture(scope="module")
-def client(url):
-    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+def client(server):
+    with client_of(server) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def web(url):
-    with httpx.Client(base_url=url, timeout=30) as web:
+def web(server):
+    with web_of(server) as web:
         yield web
 
 
@@ -338,7 +356,7 @@ def test_the_context_is_finite(client):
         b'{"model": "tiny-agent", "messages": ' + b"[" * 500 + b"]" * 500 + b"}",
         b'{"model": "tiny-agent", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"model": "tiny-agent", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
-        json.dumps({"model": MODEL, "messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "parameters": None}}] * 2, "n": -1}).encode(),
+        json.dumps({"model": MODEL, "messages": HELLO, "tools": [None], "n": -1}).encode(),
     ],
 )  # fmt: skip
 def test_malformed_bodies(web, body):
@@ -346,7 +364,7 @@ def test_malformed_bodies(web, body):
     assert response.status_code == 400 and response.json()["error"]["message"]
 
 
-def test_other_refusals(web, url):
+def test_other_refusals(web):
     assert web.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
     assert web.get("/v1/nothing").status_code == 404 and web.get("/v1/chat/completions").status_code == 405
     plain = web.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
@@ -356,9 +374,8 @@ def test_other_refusals(web, url):
     assert web.get("/v1/models", headers={"host": "localhost:8000"}).status_code == 200
 
 
-def test_bodies_are_bounded(engine):
-    with running(engine, grpc=None, max_body_bytes=2000) as server:
-        web = httpx.Client(base_url=f"http://127.0.0.1:{server.http_port}")
+def test_bodies_are_bounded():
+    with running(FakeEngine(), grpc=None, max_body_bytes=2000) as server, web_of(server) as web:
         json_type = {"content-type": "application/json"}
         whole = web.post("/v1/completions", content=b"x" * 3000, headers=json_type)
         pieces = web.post("/v1/completions", content=(b"x" * 500 for _ in range(6)), headers=json_type)
@@ -369,46 +386,35 @@ def test_bodies_are_bounded(engine):
 # ---- keys, TLS -------------------------------------------------------------------------------------------------------
 
 
-def test_keys(engine, tmp_path):
+def test_keys(tmp_path):
     cert, key = certificate(tmp_path)
-    with running(engine, keys=(KEY, KEY + "2"), tls_cert=cert, tls_key=key) as server:
-        web = httpx.Client(base_url=f"https://localhost:{server.http_port}", verify=cert)
-        bad = [
-            None,
-            "",
-            KEY,
-            f"Basic {KEY}",
-            f"Bearer {KEY[:-1]}",
-            f"Bearer {KEY}3",
-            "Bearer",
-            "Bearer  ",
-            f"Bearer {KEY},{KEY}",
-        ]
+    trust = ssl.create_default_context(cafile=cert)
+    bad = [
+        None,
+        "",
+        KEY,
+        f"Basic {KEY}",
+        f"Bearer {KEY[:-1]}",
+        f"Bearer {KEY}3",
+        "Bearer",
+        f"Bearer {KEY},{KEY}",
+    ]
+    paths = ["/v1/models", "/metrics", "/stats", "/v1/../v1/models", "//v1/models", "/V1/models", "/health/../metrics"]
+    options = dict(grpc=None, keys=(KEY, KEY + "2"), tls_cert=cert, tls_key=key)
+    with running(FakeEngine(answer), **options) as server, web_of(server, "https", verify=trust) as web:
         for value in bad:
             headers = {} if value is None else {"authorization": value}
-            for path in (
-                "/v1/models",
-                "/metrics",
-                "/stats",
-                "/v1/../v1/models",
-                "//v1/models",
-                "/V1/models",
-                "/health/../metrics",
-            ):
-                response = web.get(path, headers=headers)
-                assert response.status_code in (401, 404), (path, value)
-                assert response.status_code == 401 or "//" in path, (path, value)
+            for path in paths:
+                assert web.get(path, headers=headers).status_code == 401, (path, value)
             assert web.post("/v1/completions", json={}, headers=headers).status_code == 401
         for good in (KEY, KEY + "2"):
             assert web.get("/v1/models", headers={"authorization": f"Bearer {good}"}).status_code == 200
         assert web.get("/health").status_code == 200 and web.get("/").status_code == 200
         assert KEY not in web.get("/openapi.json").text
-        client = openai.OpenAI(
-            base_url=f"https://localhost:{server.http_port}/v1", api_key=KEY, http_client=httpx.Client(verify=cert)
-        )
-        assert chat(client).choices[0].message.content
-        client = openai.OpenAI(base_url=client.base_url, api_key="wrong", http_client=httpx.Client(verify=cert))
-        with pytest.raises(openai.AuthenticationError):
+        with client_of(server, KEY, "https", http_client=httpx.Client(verify=trust)) as client:
+            assert chat(client).choices[0].message.content
+        stranger = client_of(server, "wrong", "https", http_client=httpx.Client(verify=trust))
+        with stranger as client, pytest.raises(openai.AuthenticationError):
             chat(client)
 
 
@@ -451,14 +457,13 @@ def test_clients_that_leave_cancel_their_requests():
 
 
 def test_a_killed_client_cancels_its_request():
-    with slow() as (engine, client, server):
+    with slow() as (engine, _, server):
         body = json.dumps(dict(model=MODEL, messages=[{"role": "user", "content": "long"}], stream=True))
         address = f"http://127.0.0.1:{server.http_port}/v1/chat/completions"
         command = ["curl", "-sN", address, "-H", "content-type: application/json", "-d", body]
-        curl = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert curl.stdout.readline().startswith(b"data: ")
-        curl.kill()
-        curl.wait()
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:
+            assert curl.stdout.readline().startswith(b"data: ")
+            curl.kill()
         wait_for(lambda: engine.cancelled and not engine.live)
 
 
@@ -492,14 +497,13 @@ def test_a_full_queue_and_a_draining_server_refuse_at_once():
         with pytest.raises(openai.InternalServerError) as found:
             chat(client)
         assert found.value.code == "shutting_down"
-        web = httpx.Client(base_url=f"http://127.0.0.1:{server.http_port}")
-        assert web.get("/ready").status_code == 503 and web.get("/health").json() == {"status": "draining"}
+        with web_of(server) as web:
+            assert web.get("/ready").status_code == 503 and web.get("/health").json() == {"status": "draining"}
         stream.close()
 
 
 def test_before_the_model_is_there():
-    with running(None, grpc=None) as server:
-        web = httpx.Client(base_url=f"http://127.0.0.1:{server.http_port}")
+    with running(None, grpc=None) as server, web_of(server) as web:
         assert web.get("/health").status_code == 200 and web.get("/ready").status_code == 503
         assert "atlas_ready 0.0" in web.get("/metrics").text and web.get("/").status_code == 200
         for response in (
@@ -513,7 +517,7 @@ def test_before_the_model_is_there():
 def test_a_reader_that_stops_is_given_up_and_stalls_nobody():
     engine = FakeEngine(lambda text: "word " * (400 if "long" in text else 3))
     engine.tokenizer.token_bytes = lambda token: b"x" * 3000  # makes each chunk of log-probabilities large
-    with running(engine, grpc=None, write_timeout_s=0.5) as server:
+    with running(engine, grpc=None, write_timeout_s=0.5) as server, client_of(server) as client, web_of(server) as web:
         body = json.dumps(
             dict(
                 model=MODEL, messages=[{"role": "user", "content": "long"}], stream=True, logprobs=True, top_logprobs=2
@@ -522,10 +526,10 @@ def test_a_reader_that_stops_is_given_up_and_stalls_nobody():
         reader = socket.socket()
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(("127.0.0.1", server.http_port))
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += b"Content-Length: %d\r\n\r\n"
         reader.sendall(head % len(body) + body)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="x")
-        web = httpx.Client(base_url=f"http://127.0.0.1:{server.http_port}")
+        assert reader.recv(15) == b"HTTP/1.1 200 OK"
         for _ in range(3):
             began = time.monotonic()
             chat(client)
@@ -559,10 +563,9 @@ def test_figures(web, client):
     assert web.get("/openapi.json").json()["openapi"] == "3.1.0"
 
 
-def test_nothing_that_a_user_typed_is_logged(caplog, engine, monkeypatch):
-    secret = "my secret words"
-    with caplog.at_level("DEBUG"), running(engine, grpc=None) as server:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.http_port}/v1", api_key="x", max_retries=0)
+def test_nothing_that_a_user_typed_is_logged(caplog, monkeypatch):
+    secret, engine = "my secret words", FakeEngine()
+    with caplog.at_level("DEBUG"), running(engine, grpc=None) as server, client_of(server) as client:
         caplog.clear()
         chat(client, secret)
         monkeypatch.setattr(engine, "submit", lambda request: 1 / 0 if request else secret)

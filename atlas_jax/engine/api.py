@@ -12,7 +12,7 @@ engine.close()
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -189,6 +189,7 @@ class InFlight:
     age_s: float
 
 
+@runtime_checkable
 class EngineApi(Protocol):
     """The methods of `Engine`, for whoever needs no more of it. All may be called from any thread."""
 

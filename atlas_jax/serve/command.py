@@ -40,12 +40,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--write-timeout",
         type=float,
-        default=30,
+        default=30.0,
         metavar="S",
         help="for a client to read on, or be given up (default: 30)",
     )
     limits.add_argument(
-        "--drain-timeout", type=float, default=60, metavar="S", help="for answers to end after SIGTERM (default: 60)"
+        "--drain-timeout", type=float, default=60.0, metavar="S", help="for answers to end after SIGTERM (default: 60)"
     )
     command.add_argument(
         "--log-requests", action="store_true", help="log what users send and get (default: nothing of it)"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import os
 import signal
 import socket
 import ssl
@@ -112,8 +114,6 @@ async def serve(config: ServeConfig, make: Callable[[], EngineApi], tell: Callab
     def on_signal() -> None:
         if ending.is_set():
             sys.stderr.flush()
-            import os
-
             os._exit(130)
         ending.set()
 
@@ -143,8 +143,11 @@ def _listen(config: ServeConfig) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # what was sent to a client that stopped reading is not kept for ever
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2e3 * config.write_timeout_s))
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # What was sent to a client that stopped reading is not kept for ever. Far beyond the write timeout, since the kernel
+            # counts in probes and was seen to give up after a quarter of this.
+            patience_ms = 1000 * max(60, math.ceil(4 * config.write_timeout_s))
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
         listening.bind(address)
         listening.listen(1024)
         return listening
