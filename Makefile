@@ -1,4 +1,4 @@
-# Targets: demo test test-all test-gpu test-newest-jax compile-27b lint format bench locks clean, and venv, which the others need.
+# Targets: demo test test-all test-gpu test-newest-jax compile-27b lint format bench stubs locks clean, and venv, which the others need.
 #
 # Everything runs in .venv, made on first use from the hashed locks in requirements/. Variables:
 #   PYTHON=/path/to/python   the interpreter to make .venv with (otherwise: the newest found, 3.12 to 3.14)
@@ -9,7 +9,7 @@
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all test-gpu test-newest-jax compile-27b lint format bench locks clean venv
+.PHONY: demo test test-all test-gpu test-newest-jax compile-27b lint format bench stubs locks clean venv
 
 PYTHON ?=
 WORKERS ?= 2
@@ -64,6 +64,10 @@ format: venv
 
 bench: venv
 	$(BIN)/python bench/decode.py $(ARGS)
+
+# The gRPC stubs, which are committed: a test says when they are not what the proto gives.
+stubs: venv
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. atlas_jax/serve/v1/atlas.proto
 
 LOCK = $(UV) pip compile --quiet --universal --python-version 3.12 --generate-hashes --no-emit-index-url \
 	--no-emit-find-links --custom-compile-command "make locks" $(UPGRADE)

@@ -9,7 +9,7 @@ QUESTION = [{"role": "user", "content": "I want to cancel my flight."}]
 
 
 async def main(address: str = "127.0.0.1:50051") -> None:
-    async with AtlasClient(address, timeout_s=60) as client:
+    async with AtlasClient(address, timeout_s=60.0) as client:
         async for piece in client.generate(QUESTION, max_tokens=64):
             print(piece.text, end="", flush=True)
             if piece.HasField("completion"):

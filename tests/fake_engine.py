@@ -145,8 +145,9 @@ class FakeEngine:
     def _completion(self, request, ids, text, finish):
         acceptance = Acceptance.zero(drafts=2)
         acceptance.counts[0, Source.MTP, : Event.ROUNDS, :2] = [[4, 4], [3, 2], [4, 3], [3, 2]]
+        size = len(request.prompt)
         timings = Timings(0.0, 1.0, 1.0, 100.0)
-        return Completion(list(ids), text, finish, acceptance, timings, Reuse(len(request.prompt), 3, 2))
+        return Completion(list(ids), text, finish, acceptance, timings, Reuse(size, min(3, size), min(2, size)))
 
     def score(self, token_ids, top_logprobs=0, timeout=None):
         ids = self._encode(token_ids).tolist()

@@ -8,16 +8,15 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from atlas_jax.serve.faults import Fault, fault
+from atlas_jax.serve.faults import Fault
 
 DETAILS = "grpc-status-details-bin"
 DOMAIN = "atlas_jax"
 MAX_MESSAGE = 1024  # characters; trailers must fit into a client's limit of headers, often 8 KiB
 
 
-async def abort(context: Any, error: BaseException) -> None:
-    """Ends the call with what `fault` says of the error."""
-    found = fault(error)
+async def abort(context: Any, found: Fault) -> None:
+    """Ends the call with the fault's status."""
     status = status_of(found)
     await context.abort(found.grpc, status.message, trailing_metadata=((DETAILS, status.SerializeToString()),))
 

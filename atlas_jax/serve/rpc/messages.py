@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -139,14 +140,19 @@ def stats_message(stats: EngineStats) -> pb.StatsResponse:
     )
 
 
-def info_message(backend: Backend) -> pb.ModelInfoResponse:
-    import importlib.metadata
+def _version() -> str:
+    try:
+        return importlib.metadata.version("atlas-jax")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return ""
 
+
+def info_message(backend: Backend) -> pb.ModelInfoResponse:
     runtime = backend.engine.runtime
     tokenizer, run = runtime.tokenizer, runtime.run
     return pb.ModelInfoResponse(
         name=backend.config.name,
-        runtime_version=importlib.metadata.version("atlas-jax"),
+        runtime_version=_version(),
         model_type=runtime.config.model_type,
         vocab_size=runtime.config.vocab_size,
         max_length=run.max_length,

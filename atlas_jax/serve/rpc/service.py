@@ -8,6 +8,8 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import grpc.aio
+
 from atlas_jax.errors import RequestError
 from atlas_jax.serve.backend import Backend
 from atlas_jax.serve.faults import FieldError, SlowReader, fault
@@ -133,9 +135,12 @@ class Service(AtlasServicer):
         try:
             yield
             outcome = "OK"
+        except grpc.aio.InternalError:
+            pass  # nothing can be written to a client that has left
         except Exception as error:
-            outcome = fault(error).grpc.name
-            await abort(context, error)
+            found = fault(error)
+            outcome = found.grpc.name
+            await abort(context, found)
         finally:
             self.backend.metrics.response("grpc", method, outcome)
 
