@@ -45,10 +45,13 @@ class FakeEngine:
         fail_after: tokens after which every request fails; None: never.
     """
 
-    def __init__(self, reply="Hello there, how can I help you?", pause_s: float = 0.0, max_waiting: int = 64) -> None:
+    def __init__(
+        self, reply: Any = "Hello there, how can I help you?", pause_s: float = 0.0, max_waiting: int = 64
+    ) -> None:
         self.tokenizer = Tokenizer(MODEL)
         self.reply = reply if callable(reply) else lambda text: reply
-        self.pause_s, self.fail_after = pause_s, None
+        self.pause_s = pause_s
+        self.fail_after: int | None = None
         self.config = EngineConfig(max_waiting=max_waiting)
         self.runtime: Any = SimpleNamespace(
             tokenizer=self.tokenizer,
@@ -105,10 +108,10 @@ class FakeEngine:
         self.cancelled.append(ticket.id)
 
     def _answer(self, request: GenerationRequest, ticket: Ticket) -> None:
-        text = self.reply(self.tokenizer.decode(request.prompt.tolist(), skip_special_tokens=False))
+        text: Any = self.reply(self.tokenizer.decode(request.prompt.tolist(), skip_special_tokens=False))
         ids = self.tokenizer.encode(text)
         stream, stops, sent = self.tokenizer.stream(), StopMatcher(request.params.stop), []
-        began, shown = time.perf_counter(), ""
+        began, shown, piece = time.perf_counter(), "", ""
         logs: dict[str, Any] = {}
         finish = "length" if len(ids) > request.params.max_tokens else "stop"
         for token in ids[: request.params.max_tokens]:

@@ -19,7 +19,8 @@ MODEL = "tiny-agent"
 @contextlib.contextmanager
 def running(engine: Any, **options: Any) -> Iterator[Servers]:
     """Both servers in front of `engine`, on free ports of this machine; None leaves them without an engine."""
-    config = ServeConfig(**(dict(http=ANYWHERE, grpc=ANYWHERE, name=MODEL, drain_timeout_s=5.0) | options))
+    given: dict[str, Any] = dict(http=ANYWHERE, grpc=ANYWHERE, name=MODEL, drain_timeout_s=5.0) | options
+    config = ServeConfig(**given)
     loop, up, over, box = asyncio.new_event_loop(), threading.Event(), asyncio.Event(), dict[str, Any]()
 
     async def main() -> None:

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Any
 
 import grpc
 import grpc_status.rpc_status
@@ -235,7 +236,7 @@ def test_a_client_that_knows_nothing_finds_its_way_by_reflection(server):
             request_serializer=type(request).SerializeToString,
             response_deserializer=reply.FromString,
         )
-        pieces = list(call(request))
+        pieces: list[Any] = list(call(request))
     assert pieces[-1].completion.completion_tokens == 4
 
 
@@ -265,7 +266,8 @@ def test_clients_that_leave_and_deadlines_cancel():
             list(stub.Generate(LONG, timeout=0.2))
         assert found.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         wait_for(lambda: not engine.live)
-        assert engine.requests[-1].deadline_s < 0.2
+        limit = engine.requests[-1].deadline_s
+        assert limit is not None and limit < 0.2
         with pytest.raises(grpc.RpcError):
             list(stub.GenerateBatch(pb.GenerateBatchRequest(requests=[LONG] * 3), timeout=0.2))
         wait_for(lambda: not engine.live)
@@ -281,7 +283,7 @@ def test_a_killed_client_cancels_its_request():
     with slow() as (engine, _, server):
         command = [sys.executable, "-c", program, f"127.0.0.1:{server.grpc_port}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as client:
-            assert client.stdout.readline()
+            assert client.stdout and client.stdout.readline()
             client.kill()
         wait_for(lambda: engine.cancelled and not engine.live)
 
@@ -370,7 +372,8 @@ def test_keys_and_tls(tmp_path):
                     with pytest.raises(grpc.RpcError) as found:
                         call(metadata)
                     assert found.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="atlas.v1.Atlas"))
+            checker: Any = health_pb2_grpc.HealthStub(channel)
+            health = checker.Check(health_pb2.HealthCheckRequest(service="atlas.v1.Atlas"))
             assert health.status == health_pb2.HealthCheckResponse.SERVING
 
         async def main():
@@ -384,7 +387,7 @@ def test_keys_and_tls(tmp_path):
 
 def test_health_before_the_model_is_there_and_while_draining():
     with running(None, http=None) as server, grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         assert stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.RpcError) as found:
             AtlasStub(channel).ModelInfo(pb.ModelInfoRequest())

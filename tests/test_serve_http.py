@@ -6,6 +6,7 @@ import socket
 import ssl
 import subprocess
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -89,7 +90,7 @@ def web(server):
         yield web
 
 
-def chat(client, content="Hello", **options):
+def chat(client: Any, content: Any = "Hello", **options: Any) -> Any:
     return client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], **options)
 
 
@@ -442,7 +443,7 @@ def slow(**options):
 def test_clients_that_leave_cancel_their_requests():
     with slow() as (engine, client, server):
         stream = chat(client, "long", stream=True)
-        next(stream), next(stream)
+        next(stream)
         stream.close()
         wait_for(lambda: not engine.live)
         with pytest.raises(openai.APITimeoutError):
@@ -462,7 +463,7 @@ def test_a_killed_client_cancels_its_request():
         address = f"http://127.0.0.1:{server.http_port}/v1/chat/completions"
         command = ["curl", "-sN", address, "-H", "content-type: application/json", "-d", body]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:
-            assert curl.stdout.readline().startswith(b"data: ")
+            assert curl.stdout and curl.stdout.readline().startswith(b"data: ")
             curl.kill()
         wait_for(lambda: engine.cancelled and not engine.live)
 
@@ -516,7 +517,7 @@ def test_before_the_model_is_there():
 
 def test_a_reader_that_stops_is_given_up_and_stalls_nobody():
     engine = FakeEngine(lambda text: "word " * (400 if "long" in text else 3))
-    engine.tokenizer.token_bytes = lambda token: b"x" * 3000  # makes each chunk of log-probabilities large
+    engine.tokenizer.token_bytes = lambda token_id: b"x" * 3000  # makes each chunk of log-probabilities large
     with running(engine, grpc=None, write_timeout_s=0.5) as server, client_of(server) as client, web_of(server) as web:
         body = json.dumps(
             dict(
