@@ -39,12 +39,17 @@ def test_experts_that_are_not_used():
     assert "of them active" in report.text()
 
 
-def test_quantised_weights_are_refused_with_their_name(shared):
-    for path in sorted((shared / "data" / "parity").glob("q_*")):
-        report = inspect_model(path)
-        (reason,) = report.refused
-        assert "weights quantised as" in reason and reason in report.text()
-        assert sum(report.stored_bytes.values()) > 0 and report.parameters
+def test_quantised_weights_are_named_and_other_schemes_refused(tmp_path):
+    source = pathlib.Path(__file__).parent / "data" / "quantised" / "ct_int4_g32"
+    report = inspect_model(source)
+    assert report.refused == () and report.quantised == "compressed-tensors (int4-g32)" and report.unused == ()
+    assert "quantised    compressed-tensors (int4-g32)" in report.text()
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "hqq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(source / "model.safetensors", tmp_path / "model.safetensors")
+    (reason,) = inspect_model(tmp_path).refused
+    assert "hqq" in reason
 
 
 def test_an_unknown_model_is_described_as_far_as_it_can_be(shared):

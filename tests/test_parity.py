@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from atlas_jax.config import RunConfig
 from atlas_jax.models.hybrid import Hidden
 from atlas_jax.state import Snapshot, TargetState
-from atlas_jax.weights.hf_config import model_config
+from atlas_jax.weights.hf_config import model_config, recipe_in
 from atlas_jax.weights.load import load_params
 
 SMALL = pathlib.Path(__file__).parent / "data" / "parity_small"
@@ -45,7 +45,7 @@ class Case:
 
     def __init__(self, directory: pathlib.Path) -> None:
         self.name, self.config = directory.name, model_config(directory)
-        params = load_params(directory, self.config, dtype=RUN.dtype, layout=RUN.layout)
+        params = load_params(directory, self.config, dtype=RUN.dtype, layout=RUN.layout, recipe=recipe_in(directory))
         self.steps = Steps(self.config, RUN, params)
         self.expected = {name: value[0] for name, value in load_file(directory / "expected.safetensors").items()}
         self.tokens = self.expected["input_ids"].astype(np.int32)

@@ -10,6 +10,8 @@ from typing import Any
 from atlas_jax.config import FULL, LINEAR, ModelConfig
 from atlas_jax.errors import CheckpointError
 from atlas_jax.weights.checkpoint import Checkpoint, has_weights, read_json
+from atlas_jax.weights.quantised.formats import Unsupported
+from atlas_jax.weights.quantised.recipe import Recipe, recipe_of
 from atlas_jax.weights.safetensors import short
 
 # model_type of the file -> that of `ModelConfig`. Without _text, a wrapper around a text model and a vision tower.
@@ -39,11 +41,13 @@ EXPERT_INTEGERS = "num_experts num_experts_per_tok moe_intermediate_size shared_
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A model's shape, and what this runtime cannot do about it (empty: it can be loaded)."""
+    """A model's shape, what this runtime cannot do about it (empty: it can be loaded), whether config.json says that weights are
+    quantised, and how, where that is known."""
 
     config: ModelConfig
     refused: tuple[str, ...]
-    quantization: dict[str, Any] | None
+    quantised: bool
+    recipe: Recipe | None
 
 
 def model_config(directory: str | pathlib.Path) -> ModelConfig:
@@ -97,9 +101,30 @@ def parse(directory: pathlib.Path, names: Collection[str] | None) -> Parsed:
     )
     fields["eos_token_ids"], fields["pad_token_id"] = reader.ends(generation)
     reader.complain()
-    quantization = quantization_of(directory, wrapper, text)
     config = ModelConfig(model_type=TYPES[name], **fields)
-    return Parsed(config, tuple(reader.refused() + _quantized(quantization)), quantization)
+    refused, recipe, about = reader.refused(), None, quantization_of(directory, wrapper, text)
+    try:
+        recipe = _recipe(about)
+    except Unsupported as error:
+        refused.append(f"weights quantised as {error}; others are refused")
+    return Parsed(config, tuple(refused), about is not None, recipe)
+
+
+def recipe_in(directory: str | pathlib.Path) -> Recipe | None:
+    """How the weights in `directory` are quantised; None if config.json says nothing of it.
+
+    Raises:
+        CheckpointError: config.json is missing or damaged.
+        Unsupported: naming what this runtime does not read.
+    """
+    directory = pathlib.Path(directory)
+    wrapper = read_json(directory / "config.json")
+    text = wrapper.get("text_config")
+    return _recipe(quantization_of(directory, wrapper, text if isinstance(text, dict) else wrapper))
+
+
+def _recipe(about: Any) -> Recipe | None:
+    return None if about is None else recipe_of(about)
 
 
 def quantization_of(directory: pathlib.Path, wrapper: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | None:
@@ -110,14 +135,6 @@ def quantization_of(directory: pathlib.Path, wrapper: dict[str, Any], text: dict
                 return holder[key]
     beside = directory / "hf_quant_config.json"
     return read_json(beside) if beside.exists() else None
-
-
-def _quantized(quantization: dict[str, Any] | None) -> list[str]:
-    if quantization is None:
-        return []
-    inner = quantization.get("quantization", quantization) if isinstance(quantization, dict) else {}
-    found = " ".join(str(inner[key]) for key in ("quant_method", "quant_algo", "format", "fmt") if inner.get(key))
-    return [f"weights quantised as {found or short(quantization)} are not supported; use the model's bfloat16 weights"]
 
 
 class _Reader:

@@ -19,6 +19,8 @@ from atlas_jax.weights.hf_config import parse
 from atlas_jax.weights.load import check
 from atlas_jax.weights.names import is_ignored, plan
 from atlas_jax.weights.presets import PACKAGED, SHAPE, parameter_shapes, preset_config
+from atlas_jax.weights.quantised.modules import unused
+from atlas_jax.weights.safetensors import some
 
 RUN = RunConfig(dtype="bfloat16")
 
@@ -34,6 +36,8 @@ class Report:
         state_bytes: of one sequence, in bfloat16: the parts of a fixed size, and `kv_per_token` with the drafter's.
         drafter: the multi-token-prediction head: "present", "declared, but not in the weights" or "absent".
         refused: why the model cannot be loaded; empty if it can.
+        quantised: how the weights are quantised, or None.
+        unused: tensors beside quantised weights that are not loaded: scales of activations and of a quantised KV cache.
     """
 
     name: str
@@ -46,9 +50,11 @@ class Report:
     state_bytes: dict[str, int]
     drafter: str
     refused: tuple[str, ...]
+    quantised: str | None = None
+    unused: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"refused": list(self.refused)}
+        return dataclasses.asdict(self) | {"refused": list(self.refused), "unused": list(self.unused)}
 
     def text(self) -> str:
         """Some lines for people."""
@@ -65,6 +71,10 @@ class Report:
             ignored = f", {_bytes(self.ignored_bytes)} not loaded" if self.ignored_bytes else ""
             lines.append(f"stored       {_bytes(sum(self.stored_bytes.values()))}{ignored}")
             lines += [f"  {dtype:<18} {_bytes(size):>9}" for dtype, size in self.stored_bytes.items()]
+        if self.quantised:
+            lines.append(f"quantised    {self.quantised}")
+        if self.unused:
+            lines.append(f"not used     {some(self.unused, 4)}")
         if self.state_bytes:
             lines.append(f"state        of one sequence, {RUN.dtype}, drafts of up to {RUN.max_drafts}")
             lines += [f"  {part:<18} {_bytes(size):>9}" for part, size in self.state_bytes.items()]
@@ -88,17 +98,22 @@ def inspect_model(name_or_path: str | pathlib.Path) -> Report:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; name the folder that holds config.json")
     refused: list[str] = []
+    left: tuple[str, ...] = ()
     checkpoint = _attempt(lambda: Checkpoint(directory), refused)
     parsed = _attempt(lambda: parse(directory, checkpoint.entries if checkpoint else None), refused)
     config = parsed.config if parsed else None
     if parsed:
         refused += parsed.refused
-        if checkpoint and not parsed.quantization:  # or else every tensor would be wrong
-            _attempt(lambda: check(checkpoint, parsed.config, plan(parsed.config, checkpoint.entries)), refused)
+        if checkpoint and (parsed.recipe or not parsed.quantised):  # or else every tensor would be wrong
+            leaves = plan(parsed.config, checkpoint.entries)
+            found = _attempt(lambda: check(checkpoint, parsed.config, leaves, parsed.recipe), refused)
+            left = tuple(sorted(unused(found or (), checkpoint.entries)))
     found = checkpoint is not None and any(tensor.startswith("mtp.") for tensor in checkpoint.entries)
     declared = config is not None and config.has_mtp
     drafter = "present" if found else "declared, but not in the weights" if declared else "absent"
-    return _report(name, config, checkpoint, drafter, tuple(refused))
+    report = _report(name, config, checkpoint, drafter, tuple(refused))
+    how = parsed.recipe.name if parsed and parsed.recipe else None
+    return dataclasses.replace(report, quantised=how, unused=left)
 
 
 def _attempt[T](step: Callable[[], T], refused: list[str]) -> T | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from atlas_jax.config import FULL, LINEAR, ModelConfig
 from atlas_jax.shapes import Array, Float
@@ -77,12 +78,26 @@ class ByKeyHead:
     config: ModelConfig
 
     def __call__(self, qkvz: Float[Array, "_ D"], ba: Float[Array, "_ D"]) -> Float[Array, "D N"]:
+        return matrix(*(jnp.take(x, self.rows(i), axis=0) for i, x in enumerate((qkvz, ba))))
+
+    def rows(self, part: int) -> np.ndarray:
+        """The order in which the rows of a part follow one another."""
         c = self.config
-        heads, D = c.linear_num_key_heads, qkvz.shape[-1]
-        keys, values = c.linear_key_head_dim, c.value_size // heads
-        q, k, v, z = jnp.split(qkvz.reshape(heads, -1, D), [keys, 2 * keys, 2 * keys + values], axis=1)
-        b, a = jnp.split(ba.reshape(heads, -1, D), 2, axis=1)
-        return matrix(*(x.reshape(-1, D) for x in (q, k, v, z, b, a)))
+        heads, keys, values = c.linear_num_key_heads, c.linear_key_head_dim, c.value_size // c.linear_num_key_heads
+        a_head = c.linear_num_value_heads // heads
+        sizes = [keys, keys, values, values] if part == 0 else [a_head, a_head]
+        rows = np.arange(heads * sum(sizes)).reshape(heads, -1)
+        return np.concatenate([x.reshape(-1) for x in np.split(rows, np.cumsum(sizes)[:-1], axis=1)])
+
+
+def may_be_quantised(join: Join) -> bool:
+    """Whether a weight so joined is that of linear layers."""
+    return join is matrix or isinstance(join, ByKeyHead)
+
+
+def rows_of(join: Join, part: int) -> np.ndarray | None:
+    """The order in which `join` puts a part's outputs; None for that of the file."""
+    return join.rows(part) if isinstance(join, ByKeyHead) else None
 
 
 def is_ignored(name: str, config: ModelConfig) -> bool:

@@ -15,7 +15,7 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.models import HybridModel
 from atlas_jax.weights.checkpoint import has_weights
-from atlas_jax.weights.hf_config import model_config
+from atlas_jax.weights.hf_config import model_config, recipe_in
 from atlas_jax.weights.load import Progress, load_params
 from atlas_jax.weights.quantised.random import random_quantised
 from atlas_jax.weights.quantised.scheme import scheme_named
@@ -106,7 +106,8 @@ class Source:
             raise ConfigError(
                 f"weights {weights!r} is for random weights (shape:NAME); a directory's are of the form that they are stored in"
             )
-        return load_params(self.directory, self.config, dtype=dtype, layout=layout, progress=progress)
+        recipe = recipe_in(self.directory)
+        return load_params(self.directory, self.config, dtype=dtype, layout=layout, recipe=recipe, progress=progress)
 
 
 def resolve(name_or_path: str | pathlib.Path) -> Source:

@@ -52,11 +52,14 @@ class Nvfp4:
         codes: two to a byte.
         scales: the bits of the E4M3 scales of groups of 16 inputs.
         scale: of each output, so that projections with scales of their own can stand side by side.
+        rounded: the values are rounded to bfloat16, as compressed-tensors' own library does: for float32 models, which are there
+            for comparison. Kernels need not know it.
     """
 
     codes: UInt8[Arrays, "*lead blocks N 64"]
     scales: UInt8[Arrays, "*lead groups N"]
     scale: Float32[Arrays, "*lead N"]
+    rounded: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass

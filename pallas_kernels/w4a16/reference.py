@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -55,7 +56,9 @@ def product(x: Array, weight: Packed, layer: Any) -> Array:
             return jax.lax.scan(_int4_block, zeros, xs)[0]
         case Nvfp4():
             xs = x, weight.codes, weight.scales.reshape(-1, BLOCK // 16, weight.scales.shape[-1])
-            return jax.lax.scan(_nvfp4_block, zeros, xs)[0] * weight.scale
+            if weight.rounded:
+                return jax.lax.scan(functools.partial(_nvfp4_block, weight.scale), zeros, xs)[0]
+            return jax.lax.scan(functools.partial(_nvfp4_block, None), zeros, xs)[0] * weight.scale
         case Fp8():
             if weight.scales.shape[0] == 1:
                 return jax.lax.scan(_fp8_block, zeros, (x, weight.codes, None))[0] * weight.scales[0]
@@ -74,10 +77,17 @@ def _int4_block(total: Array, xs: tuple[Array, Array, Array, Array]) -> tuple[Ar
     return total, None
 
 
-def _nvfp4_block(total: Array, xs: tuple[Array, Array, Array]) -> tuple[Array, None]:
+def _nvfp4_block(scale: Array | None, total: Array, xs: tuple[Array, Array, Array]) -> tuple[Array, None]:
     x, codes, scales = xs
-    values = e2m1(unpack_nibbles(codes), x.dtype) * jnp.repeat(e4m3(scales, x.dtype).T, 16, axis=1)  # exact
-    return total + _dot(x, values), None
+    values = e2m1(unpack_nibbles(codes), jnp.float32) * jnp.repeat(e4m3(scales, jnp.float32).T, 16, axis=1)
+    if scale is not None:
+        values = _rounded(values * scale[:, None])
+    return total + _dot(x, values.astype(x.dtype)), None  # without the scale, exact in bfloat16 too
+
+
+def _rounded(values: Array) -> Array:
+    """Rounded to bfloat16's eight bits."""
+    return jax.lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
 
 
 def _fp8_block(total: Array, xs: tuple[Array, Array, Array | None]) -> tuple[Array, None]:
@@ -109,6 +119,7 @@ def dequantise(weight: Packed, layer: Any, inputs: int, dtype: Any) -> Array:
         case Nvfp4():
             values = e2m1(whole(unpack_nibbles(weight.codes)), jnp.float32)
             values = values * wide(e4m3(weight.scales, jnp.float32), 16) * weight.scale[..., None, :]
+            values = _rounded(values) if weight.rounded else values
         case Fp8():
             values = e4m3(whole(weight.codes), jnp.float32)
             values = values * wide(weight.scales, values.shape[-2] // weight.scales.shape[-2])

@@ -33,6 +33,9 @@ class Scheme:
         return self.kind + ("" if self.kind == "nvfp4" else size) + ("" if self.symmetric else "-asymmetric")
 
 
+NVFP4 = Scheme("nvfp4", 16)
+
+
 def scheme_named(name: str) -> tuple[Scheme, bool]:
     """The scheme of a name like "int4-g32", and whether the head is quantised too ("int4+head").
 
@@ -45,7 +48,7 @@ def scheme_named(name: str) -> tuple[Scheme, bool]:
         if kind == "int4" and not blocks and int(group or 128) in INT4_GROUPS:
             return Scheme("int4", int(group or 128)), bool(head)
         if kind == "nvfp4" and not group and not blocks:
-            return Scheme("nvfp4", 16), bool(head)
+            return NVFP4, bool(head)
         if kind == "fp8" and not group:
             return Scheme("fp8", 128 if blocks else None), bool(head)
     raise ConfigError(f"weights {name!r} are not known; there are {NAMES}")

@@ -1,0 +1,209 @@
+"""One weight, or a stack of them, from the tensors that a checkpoint stores it in."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from atlas_jax.errors import CheckpointError
+from atlas_jax.weights.checkpoint import Checkpoint
+from atlas_jax.weights.names import Join, Weight, matrix, rows_of
+from atlas_jax.weights.quantised.codes import Codes, joined, packed
+from atlas_jax.weights.quantised.formats import Format
+from atlas_jax.weights.quantised.modules import Stored, stored
+from atlas_jax.weights.quantised.recipe import Recipe
+from pallas_kernels.w4a16 import ByLayer, SideBySide
+
+Views = dict[str, list[np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a part of a weight is made of its tensors; a static argument."""
+
+    format: Format | None
+    shape: tuple[int, ...]
+    experts: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A weight that is ready to be read.
+
+    Attributes:
+        layers: what its parts are stored as.
+        views: of each part: its tensors, of every expert.
+        groups: which parts lie in one array: those of one form.
+    """
+
+    layers: tuple[Stored, ...]
+    views: tuple[Views, ...]
+    kinds: tuple[Kind, ...]
+    groups: tuple[tuple[int, ...], ...]
+    join: Join
+    dtype: str
+
+    @functools.cached_property
+    def form(self) -> Any:
+        """What the weight will be like, as `jax.eval_shape` says it."""
+        shapes = [
+            {key: _stacked_shape(x, kind) for key, x in v.items()}
+            for v, kind in zip(self.views, self.kinds, strict=True)
+        ]
+        return jax.eval_shape(functools.partial(_built, self.kinds, self.groups, self.join, self.dtype), shapes)
+
+    def value(self) -> Any:
+        """The weight, on the device."""
+        arrays = [
+            {key: jax.device_put(np.stack(x) if kind.experts else x[0]) for key, x in views.items()}
+            for views, kind in zip(self.views, self.kinds, strict=True)
+        ]
+        # Waiting bounds what is in flight: the copies to the device read the tensors' memory.
+        return jax.block_until_ready(_build(self.kinds, self.groups, self.join, self.dtype, arrays))
+
+    def release(self, checkpoint: Checkpoint) -> int:
+        """Lets go of the file's pages; returns how many bytes the tensors have."""
+        names = [name for layer in self.layers for name in layer.names.values()]
+        for name in names:
+            checkpoint.release(name)
+        return sum(checkpoint.entries[name].nbytes for name in names)
+
+
+def prepare(checkpoint: Checkpoint, weight: Weight, recipe: Recipe | None, dtype: str) -> Prepared:
+    """Reads what is small and decides how the rest goes together.
+
+    Raises:
+        CheckpointError: a small tensor says what cannot be done exactly.
+    """
+    layers, views, kinds = [], [], []
+    for part in weight.parts:
+        found = stored(part, weight.join, checkpoint.entries, recipe)
+        formats = {layer.format for layer in found}
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"{checkpoint.directory}: the experts of {found[0].name} and others are not quantised alike; "
+                "quantise all experts of a layer in one way"
+            )
+        tensors = [_prepared(checkpoint, layer) for layer in found]
+        keys = {key for each in tensors for key in each}
+        for each in tensors:  # of some experts the inputs may lie in order
+            for key in keys - each.keys():
+                each[key] = np.arange(part.shape[1], dtype=np.int32)
+        layers += found
+        views.append({key: [each[key] for each in tensors] for key in sorted(keys)})
+        kinds.append(Kind(formats.pop(), part.shape, part.experts))
+    dtype = "float32" if weight.float32 else dtype
+    return Prepared(tuple(layers), tuple(views), tuple(kinds), _alike(views, kinds), weight.join, dtype)
+
+
+def _prepared(checkpoint: Checkpoint, layer: Stored) -> dict[str, np.ndarray]:
+    try:
+        return dict(layer.prepared(checkpoint))
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.directory}: {layer.name.removesuffix('.weight')}: {error}") from error
+
+
+def _alike(views: Sequence[Views], kinds: Sequence[Kind]) -> tuple[tuple[int, ...], ...]:
+    """Neighbours that can lie in one array: plain ones, and those of one scheme, scale dtype and order of inputs."""
+
+    def key(i: int) -> Any:
+        layout = kinds[i].format
+        if layout is None:
+            return None
+        order = [np.asarray(x).tobytes() for x in views[i].get("order", ())]
+        scales = [x[0].dtype.str for name, x in views[i].items() if "scale" in name]
+        return type(layout), layout, order, scales
+
+    groups: list[list[int]] = []
+    for i in range(len(kinds)):
+        if groups and key(groups[-1][-1]) == key(i):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return tuple(tuple(group) for group in groups)
+
+
+def _stacked_shape(views: list[np.ndarray], kind: Kind) -> jax.ShapeDtypeStruct:
+    lead = (len(views),) if kind.experts else ()
+    return jax.ShapeDtypeStruct((*lead, *views[0].shape), views[0].dtype)
+
+
+def _built(kinds: Sequence[Kind], groups: Sequence[Sequence[int]], join: Join, dtype: str, arrays: Any) -> Any:
+    parts = []
+    for kind, tensors in zip(kinds, arrays, strict=True):
+        if kind.format is None:
+            parts.append(tensors[""].astype(dtype))
+            continue
+        read = functools.partial(kind.format.codes, N=kind.shape[0], K=kind.shape[1])
+        parts.append(jax.vmap(read)(tensors) if kind.experts else read(tensors))
+    if all(kind.format is None for kind in kinds):
+        value = join(*parts)
+    else:
+        for i, part in enumerate(parts):
+            if (rows := rows_of(join, i)) is not None:
+                parts[i] = part.rows(rows) if isinstance(part, Codes) else jnp.take(part, rows, axis=-2)
+        forms = tuple(_form([parts[i] for i in group], dtype) for group in groups)
+        value = forms[0] if len(forms) == 1 else SideBySide(forms)
+    # The barrier makes the result arrays of their own: on a CPU, `device_put` hands out the file's pages themselves.
+    return jax.lax.optimization_barrier(value)
+
+
+def _form(parts: list[Any], dtype: str) -> Any:
+    return packed(joined(parts), dtype) if isinstance(parts[0], Codes) else matrix(*parts)
+
+
+_build = jax.jit(_built, static_argnums=(0, 1, 2, 3))
+
+
+class Made:
+    """Weights as they are made: one by one, or each put into its place of a stack; where the layers are not all of one form, of one
+    stack for each."""
+
+    def __init__(self, weights: Sequence[Prepared], stacked: bool) -> None:
+        self.values: list[Any] = []
+        self.stacked = stacked
+        self.stacks: list[Any] = []
+        self.places: list[tuple[int, int]] = []
+        self._sizes: list[int] = []
+        if stacked:
+            kinds: list[Any] = []
+            for weight in weights:
+                leaves, tree = jax.tree.flatten(weight.form)
+                kind = tree, tuple((x.shape, x.dtype) for x in leaves)
+                if kind not in kinds:
+                    kinds.append(kind)
+                    self._sizes.append(0)
+                stack = kinds.index(kind)
+                self.places.append((stack, self._sizes[stack]))
+                self._sizes[stack] += 1
+            self.stacks = [None] * len(kinds)
+
+    def add(self, i: int, value: Any) -> None:
+        """Takes weight `i`; they come in order."""
+        if not self.stacked:
+            self.values.append(value)
+            return
+        stack, number = self.places[i]
+        if self.stacks[stack] is None:
+            size = self._sizes[stack]
+            self.stacks[stack] = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), value)
+        self.stacks[stack] = put(self.stacks[stack], value, number)
+
+    def all(self) -> Any:
+        """Of all layers: a tuple, a stack, or stacks of several forms."""
+        if not self.stacked:
+            return tuple(self.values)
+        return self.stacks[0] if len(self.stacks) == 1 else ByLayer(tuple(self.stacks), tuple(self.places))
+
+
+def _put(stack: Any, value: Any, number: Any) -> Any:
+    return jax.tree.map(lambda s, v: jax.lax.dynamic_update_index_in_dim(s, v, number, 0), stack, value)
+
+
+put = jax.jit(_put, donate_argnums=0)
