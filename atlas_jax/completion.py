@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from atlas_jax.cache.stats import Reuse
-from atlas_jax.decode.loop import Step
+from atlas_jax.decode.live import Step
 from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.stops import StopMatcher
@@ -93,6 +93,7 @@ class Answer:
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self.first_at = self.last_at = 0.0
         self.finish_reason: str | None = None
+        self._tokenizer = tokenizer
         self._decoder = tokenizer.stream() if tokenizer else None
         self._stops = StopMatcher(params.stop)
         self._pieces: list[str] = []
@@ -120,3 +121,46 @@ class Answer:
             self._pieces.append(self._stops.push(self._decoder.flush()) + self._stops.flush())
         text, self._pieces = "".join(self._pieces), []
         return text
+
+    def logged(self, step: Step) -> tuple[list[float] | None, list[list[tuple[int, float]]] | None]:
+        """What a step's delta says of log-probabilities: what the request asked for."""
+        return step.logprobs, step.top_logprobs if self.params.top_logprobs else None
+
+    def complete(
+        self,
+        acceptance: Acceptance,
+        reuse: Reuse,
+        began: float,
+        compile_s: float = 0.0,
+        queue_s: float = 0.0,
+        fingerprints: Fingerprints | None = None,
+    ) -> Completion:
+        """The answer so far, as a whole.
+
+        Args:
+            began: when it was asked for, as `time.perf_counter` says; compiling is not counted.
+            queue_s: how long it waited then.
+        """
+        count, elapsed = len(self.token_ids), self.last_at - began
+        timings = Timings(
+            compile_s=compile_s,
+            ttft_ms=1e3 * (self.first_at - began) if count else 0.0,
+            tpot_ms=1e3 * (self.last_at - self.first_at) / (count - 1) if count > 1 else 0.0,
+            tokens_per_s=count / elapsed if count and elapsed > 0 else 0.0,
+            queue_ms=1e3 * queue_s,
+        )
+        text = self._tokenizer.decode(self.token_ids) if self._tokenizer else ""
+        if self.params.stop and self._tokenizer:
+            text = StopMatcher(self.params.stop).cut(text)
+        logged = self.params.logprobs
+        return Completion(
+            token_ids=self.token_ids,
+            text=text,
+            finish_reason=self.finish_reason or "error",
+            acceptance=acceptance,
+            timings=timings,
+            reuse=reuse,
+            logprobs=self.logprobs if logged else None,
+            top_logprobs=self.top_logprobs if logged and self.params.top_logprobs else None,
+            fingerprints=fingerprints,
+        )

@@ -15,15 +15,15 @@ import jax
 import numpy as np
 
 from atlas_jax.cache.prefix import Lease
-from atlas_jax.cache.stats import CacheStats, Reuse
-from atlas_jax.completion import Answer, Completion, Delta, Timings
+from atlas_jax.cache.stats import CacheStats
+from atlas_jax.completion import Answer, Completion, Delta
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.drafters import DRAFTERS, Drafter, HybridDrafter, MtpChain, NoDrafter, drafter_named
 from atlas_jax.decode.executables import Progress
-from atlas_jax.decode.loop import Loop, Request
+from atlas_jax.decode.live import Live, Request
+from atlas_jax.decode.loop import Loop
 from atlas_jax.decode.oracle import OracleChain
 from atlas_jax.decode.request import SamplingParams
-from atlas_jax.decode.stops import StopMatcher
 from atlas_jax.errors import ConfigError, RequestError
 from atlas_jax.metrics import Acceptance, AcceptanceLog
 from atlas_jax.session import Session
@@ -125,6 +125,7 @@ class Runtime:
         self.acceptance = AcceptanceLog()
         self._lock = threading.Lock()
         self._reader: int | None = None  # the thread whose call holds the lock
+        self._lent_to = ""
 
     @property
     def default_drafter(self) -> str:
@@ -229,7 +230,7 @@ class Runtime:
 
     def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Float32 logits [T, V] of the next token at every position."""
-        ids = self._fit(self.encode(token_ids), 0)
+        ids = self.fit(self.encode(token_ids), 0)
         with self._turn():
             return self.loop.logits(ids)
 
@@ -237,6 +238,8 @@ class Runtime:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
+        if self._lent_to:
+            raise RequestError(f"this runtime is lent to {self._lent_to}: submit requests there, or close it first")
         if self._reader == threading.get_ident():
             raise RequestError(
                 "this thread has a stream of this runtime that is not at its end; read on or close() it first"
@@ -248,7 +251,25 @@ class Runtime:
             finally:
                 self._reader = None
 
-    def _fit(self, ids: np.ndarray, max_tokens: int) -> np.ndarray:
+    def lend(self, to: str) -> None:
+        """Gives the loop to somebody else until `take_back`; calls that decode are refused meanwhile.
+
+        Raises:
+            RequestError: it is in use, or lent already.
+        """
+        if self._lent_to or not self._lock.acquire(blocking=False):
+            raise RequestError(
+                f"this runtime is lent to {self._lent_to}" if self._lent_to else "a call of this runtime is going on"
+            )
+        self._lent_to = to
+
+    def take_back(self) -> None:
+        """Ends what `lend` began."""
+        self._lent_to = ""
+        self._lock.release()
+
+    def fit(self, ids: np.ndarray, max_tokens: int) -> np.ndarray:
+        """The ids. Raises RequestError if they and so many more are too long."""
         if ids.size + max_tokens > self.run.max_length:
             raise RequestError(
                 f"the prompt has {ids.size} tokens and {max_tokens} more were asked for; a sequence holds {self.run.max_length}: "
@@ -273,7 +294,7 @@ class Runtime:
         script = options.get("script")
         ids, history = self._encode(prompt, **template)
         return Request(
-            self._fit(ids, params.max_tokens),
+            self.fit(ids, params.max_tokens),
             params,
             None if script is None else self.encode(script),
             history=history,
@@ -331,9 +352,12 @@ class Runtime:
         if not self.run.refeed:
             raise RequestError("the oracle refeeds accepted rows, and this runtime was loaded with refeed=False")
 
-    def _stream(
-        self, prompts: Sequence[Any], options: Mapping[str, Any], lease: Lease | None = None
-    ) -> Iterator[tuple[int, Delta]]:
+    def request(self, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Request, Drafter, Drafts]:
+        """What a prompt and the options of `generate` ask for, encoded and checked. Raises RequestError."""
+        self._check_names(options)
+        return (self._request(prompt, options, None), *self.drafting(options))
+
+    def _check_names(self, options: Mapping[str, Any]) -> None:
         known = {f.name for f in dataclasses.fields(SamplingParams)} | {
             "drafter",
             "drafts",
@@ -343,6 +367,11 @@ class Runtime:
         }
         if unknown := sorted(set(options) - known):
             raise RequestError(f"unknown option {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+
+    def _stream(
+        self, prompts: Sequence[Any], options: Mapping[str, Any], lease: Lease | None = None
+    ) -> Iterator[tuple[int, Delta]]:
+        self._check_names(options)
         requests = [self._request(p, options, lease) for p in prompts]
         drafter, drafts = self.drafting(options)
         return self._decode(requests, drafter, drafts)
@@ -354,67 +383,38 @@ class Runtime:
             executables = self.loop.executables
             began, compiled_before = time.perf_counter(), executables.compile_s
             cut = lambda i, token_ids: answers[i].cut(token_ids)  # noqa: E731
-            running = set(range(len(requests)))
-            steps = self.loop.decode(requests, drafter, drafts, max(logged) if logged else None, cut)
+            lives: list[Live] = []
+            counted: set[int] = set()
+            steps = self.loop.decode(requests, drafter, drafts, max(logged) if logged else None, cut, lives)
             try:
                 for step in steps:
                     answer = answers[step.index]
                     text = answer.add(step)
                     completion = None
                     if step.finish_reason:
-                        compile_s = executables.compile_s - compiled_before
-                        acceptance = self._count(step.index)
-                        running.remove(step.index)
-                        reuse = self.loop.reuse[step.index]
-                        completion = self._complete(
-                            requests[step.index], answer, began + compile_s, compile_s, acceptance, reuse
+                        live, compile_s = lives[step.index], executables.compile_s - compiled_before
+                        counted.add(step.index)
+                        completion = answer.complete(
+                            self._count(live),
+                            live.sequence.reuse,
+                            began + compile_s,
+                            compile_s,
+                            fingerprints=self.loop.fingerprints(live),
                         )
-                        completion = dataclasses.replace(completion, fingerprints=self.loop.fingerprints(step.index))
-                    yield step.index, Delta(step.token_ids, text, step.finish_reason, completion)
+                    yield step.index, Delta(step.token_ids, text, step.finish_reason, completion, *answer.logged(step))
                     self._reader = threading.get_ident()  # another thread may be reading on
             finally:
-                steps.close()
                 if self.loop.live:
-                    for i in running:
-                        self._count(i)
+                    for live in lives:
+                        if live.index not in counted:
+                            self._count(live)
+                steps.close()
 
-    def _count(self, index: int) -> Acceptance:
-        """A request's acceptance so far, which is added to the log."""
-        acceptance = self.loop.acceptance(index)
-        self.acceptance.add(acceptance, warm=self.loop.reuse[index].restored > 0)
+    def _count(self, live: Live) -> Acceptance:
+        """A sequence's acceptance so far, which is added to the log."""
+        acceptance = self.loop.acceptance(live)
+        self.acceptance.add(acceptance, warm=live.sequence.reuse.restored > 0)
         return acceptance
-
-    def _complete(
-        self,
-        request: Request,
-        answer: Answer,
-        began: float,
-        compile_s: float,
-        acceptance: Acceptance,
-        reuse: Reuse,
-    ) -> Completion:
-        count, elapsed = len(answer.token_ids), answer.last_at - began
-        timings = Timings(
-            compile_s=compile_s,
-            ttft_ms=1e3 * (answer.first_at - began) if count else 0.0,
-            tpot_ms=1e3 * (answer.last_at - answer.first_at) / (count - 1) if count > 1 else 0.0,
-            tokens_per_s=count / elapsed if count and elapsed > 0 else 0.0,
-        )
-        token_ids = answer.token_ids
-        text = self.tokenizer.decode(token_ids) if self.tokenizer else ""
-        if answer.params.stop and self.tokenizer:
-            text = StopMatcher(answer.params.stop).cut(text)
-        logged = request.params.logprobs
-        return Completion(
-            token_ids=token_ids,
-            text=text,
-            finish_reason=answer.finish_reason or "error",
-            acceptance=acceptance,
-            timings=timings,
-            reuse=reuse,
-            logprobs=answer.logprobs if logged else None,
-            top_logprobs=answer.top_logprobs if logged and request.params.top_logprobs else None,
-        )
 
 
 def is_chat(prompt: Sequence[Any]) -> bool:

@@ -14,7 +14,6 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.costs import Cost
-from atlas_jax.decode.k_policy import FixedK
 from atlas_jax.decode.loop import Request
 from atlas_jax.decode.mtp import MtpChain
 from atlas_jax.decode.protocol import DraftContext, Drafter, Proposal
@@ -96,11 +95,11 @@ class _Timer:
         self.slots = np.zeros(1 << (batch - 1).bit_length(), np.int32)
         self.slots[:batch] = 1 + np.arange(batch)
         requests = [Request(prompt, params) for prompt in prompts]
-        state = self.loop._take_state(RandomRows())
-        self._sequences: list[Any] = []
-        known: list[np.ndarray | None] = [None] * batch
-        args = (known, self._sequences, RandomRows(), FixedK((1,)), None, self.slots)
-        self.state = self.loop._open(state, requests, *args)
+        self._lives = [self.loop.admit(request, RandomRows(), lambda *_: None) for request in requests]
+        for live in self._lives:
+            while not self.loop.prefill(live):
+                pass
+        self.state = self.loop.state
         self._start = jax.device_get((self.state.target.length, self.state.remaining, self.state.feed_count))
 
     def _rewound(self, state: DecodeState) -> DecodeState:
@@ -127,9 +126,9 @@ class _Timer:
         return 1e3 * statistics.median(times)
 
     def close(self) -> None:
-        self.loop._state = dataclasses.replace(self.state, drafter=())
-        for sequence in self._sequences:
-            self.loop.cache.close(sequence, failed_in=None)
+        self.loop.state = self.state
+        for live in self._lives:
+            self.loop.release(live)
 
 
 def moved_bytes(config: ModelConfig, run: RunConfig, params: Any, rows: int, context: int, batch: int) -> int:

@@ -59,7 +59,10 @@ def median(values: list[float]) -> float:
 def empty_dispatch_s(runtime: Any, options: dict[str, Any]) -> float:
     """Seconds that a dispatch of no rounds takes, its results read: what the host adds to the device's work."""
     loop, (drafter, drafts) = runtime.loop, runtime.drafting(options)
-    state, slots = loop._take_state(drafter), jax.numpy.ones(1, jax.numpy.int32)
+    state, slots = (
+        dataclasses.replace(loop.state, drafter=drafter.init(loop.config, loop.run)),
+        jax.numpy.ones(1, jax.numpy.int32),
+    )
     run = loop.executables.dispatch(drafter, drafts + 1, None, loop.params, state, slots)
     times = []
     for _ in range(50):
@@ -67,7 +70,7 @@ def empty_dispatch_s(runtime: Any, options: dict[str, Any]) -> float:
         state, *results = run(loop.params, state, slots, jax.numpy.int32(0))
         jax.device_get(results)
         times.append(time.perf_counter() - began)
-    loop._state = state
+    loop.state = dataclasses.replace(state, drafter=())
     return median(times)
 
 

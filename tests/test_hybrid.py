@@ -82,6 +82,9 @@ class Rows:
     def observe(self, outcome: Outcome) -> None:
         self.seen.append(outcome)
 
+    def forget(self, key: int) -> None:
+        pass
+
 
 def decode(policy: Any, drafter: Any, prompt: list[int], n: int) -> list[int]:
     request = Request(np.asarray(prompt, np.int32), SamplingParams(max_tokens=n))
@@ -142,7 +145,7 @@ def test_changing_the_number_of_rows_changes_nothing_else():
         assert decode(policy, EAGER, PROMPTS[0], 80) == want.token_ids
         assert_same(settled(1), state)
         assert sum(int(outcome.emitted.sum()) for outcome in policy.seen) == 80
-    auto = AutoK((1, 4, 8), 1, Memory(Rates(7)))
+    auto = AutoK((1, 4, 8), Memory(Rates(7)))
     assert decode(auto, EAGER, PROMPTS[0], 80) == want.token_ids and auto.memory.rows in (1, 4, 8)
     assert_same(settled(1), state)
 
@@ -152,8 +155,7 @@ def test_auto_is_an_option():
     r = runtime()
     assert r.drafting(dict(drafter="none", drafts="auto"))[1] == 0
     drafter, drafts = r.drafting(dict(drafter="hybrid", drafts="auto"))
-    request = Request(np.asarray([1, 2], np.int32), SamplingParams())
-    assert r.loop._policy(drafter, drafts, [request], 1).rows == (1, 2, 4, 8, 16, 17)
+    assert r.loop.policy(drafter, drafts, 2, 1).rows == (1, 2, 4, 8, 16, 17)
     with pytest.raises(RequestError, match=r"'auto' or an integer in 0 … 16"):
         r.generate([1], drafts="many")
 

@@ -47,7 +47,7 @@ class Machine:
 
 
 def auto(**memory) -> AutoK:
-    return AutoK(ROWS, 1, Memory(Rates(ROWS[-1] - 1), **memory))
+    return AutoK(ROWS, Memory(Rates(ROWS[-1] - 1), **memory))
 
 
 def best(times: dict[int, float], chances: list[float]) -> float:
@@ -89,12 +89,12 @@ def test_noise_does_not_make_it_flip():
 
 
 def test_finished_sequences_do_not_count():
-    policy = AutoK(ROWS, 2, Memory(Rates(7), round_s={k: ms / 1e3 for k, ms in GPU.items()}))
+    policy = AutoK(ROWS, Memory(Rates(7), round_s={k: ms / 1e3 for k, ms in GPU.items()}))
     source = np.asarray([[Source.MTP, Source.MTP]])
     for _ in range(40):
         policy.observe(Outcome(8, np.asarray([[8, 8]]), source, np.asarray([[8, 1]]), None))
     both = policy.speeds()
-    policy.observe(Outcome(8, np.asarray([[8, 0]]), source, np.asarray([[8, 0]]), None))
+    policy.forget(1)
     assert policy.speeds()[8] < both[8] and policy.speeds()[8] > 0.6 * both[8]
 
 

@@ -21,6 +21,7 @@ from atlas_jax.cache.stats import CacheStats, Reuse
 from atlas_jax.cache.tree import Node, PageTree
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.decode.executables import Executables
+from atlas_jax.errors import StateError
 from atlas_jax.state import TargetState
 from atlas_jax.state.pool import finite_pages
 
@@ -119,7 +120,13 @@ class PrefixCache:
         if base:
             base.users += 1
             self.tree.use(base)
-        pages = shared + self.allocate(most_tokens, depth)
+        try:
+            pages = shared + self.allocate(most_tokens, depth)
+        except StateError:
+            self.pages.release(shared)
+            if base:
+                base.users -= 1
+            raise
         self._requests, self._hits, self._reuse = self._requests + 1, self._hits + bool(base), self._reuse + reuse
         saves = frozenset(self._saves(reuse.restored, tokens.size, history))
         return Sequence(tokens, pages, reuse, base, saves, base or self.tree.root, base, lease)

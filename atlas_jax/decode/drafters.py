@@ -63,7 +63,7 @@ class ScriptedDrafter:
     """Drafts from a known answer, each right with probability `acceptance`: forced accept (1), forced reject (0), or throughput
     at a chosen acceptance with output that stays exact.
 
-    Its state is the acceptance and the script: prompt and answer, [S, max_length + 1].
+    Its state is the acceptance, [S], and the script: prompt and answer, [S, max_length + 1].
     """
 
     acceptance: float = dataclasses.field(default=1.0, compare=False)  # in the state: one executable serves them all
@@ -75,7 +75,8 @@ class ScriptedDrafter:
             raise RequestError(f"acceptance must lie in 0 … 1, got {self.acceptance}")
 
     def init(self, config: ModelConfig, run: RunConfig) -> Any:
-        return jnp.float32(self.acceptance), jnp.zeros((run.slots + 1, run.max_length + 1), jnp.int32)
+        S = run.slots + 1
+        return jnp.full(S, self.acceptance, jnp.float32), jnp.zeros((S, run.max_length + 1), jnp.int32)
 
     def teach(self, state: Any, slot: int, known: np.ndarray) -> Any:
         acceptance, script = state
@@ -87,7 +88,7 @@ class ScriptedDrafter:
         def one(slot: Array, length: Array, seed: Array) -> Array:
             at = jnp.minimum(length + 1 + jnp.arange(drafts), script.shape[1] - 1)
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(2), seed), length)
-            right = jax.random.uniform(key, (drafts,)) < acceptance
+            right = jax.random.uniform(key, (drafts,)) < acceptance[slot]
             return jnp.where(right, script[slot, at], (script[slot, at] + 1) % context.vocab_size)
 
         tokens = jax.vmap(one)(context.slots, context.length, context.seed)

@@ -15,6 +15,7 @@ from atlas_jax.config import RunConfig
 from atlas_jax.decode import probes
 from atlas_jax.decode import round as rounds
 from atlas_jax.decode.drafters import Drafter
+from atlas_jax.decode.sampling import log_probabilities
 from atlas_jax.decode.state import DecodeState, cut_slot, open_slot, start_slot
 from atlas_jax.models import HybridModel, call
 from atlas_jax.settings import compiler_options
@@ -47,7 +48,13 @@ class Executables:
         return self._compiled[key]
 
     def dispatch(
-        self, drafter: Drafter, K: int, n_top: int | None, params: Any, state: DecodeState, slots: Array
+        self,
+        drafter: Drafter,
+        K: int,
+        n_top: int | None,
+        params: Any,
+        state: DecodeState,
+        slots: Array | jax.ShapeDtypeStruct,
     ) -> Any:
         """(params, state, slots, rounds) -> (state, Emitted, finish): rounds of verifies of K rows."""
         function = functools.partial(rounds.dispatch, self.model, drafter, K, n_top, self.run.rounds_per_dispatch)
@@ -87,6 +94,20 @@ class Executables:
 
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
         return self.get(("logits", f"tokens={size}", _structure(state)), logits, args, (1,))
+
+    def score(self, n_top: int, size: int, params: Any, state: DecodeState) -> Any:
+        """(params, state, slot, tokens [size], n, following [size]) -> (what `log_probabilities` gives of the following tokens,
+        state)."""
+
+        def score(params, state: DecodeState, slot, tokens, n, following):
+            args = (self.model, params, state.target, slot, tokens, n)
+            hidden, _, target = call(*args, method="prefill", feed_drafter=False)
+            out = log_probabilities(call(self.model, params, hidden, method="logits"), following, n_top)
+            return out, dataclasses.replace(state, target=target)
+
+        tokens = jax.ShapeDtypeStruct((size,), jnp.int32)
+        args = (params, state, SCALAR, tokens, SCALAR, tokens)
+        return self.get(("score", f"tokens={size}", f"logprobs={n_top}", _structure(state)), score, args, (1,))
 
     def hiddens(self, size: int, params: Any, state: DecodeState) -> Any:
         """(params, state, slot, tokens [size], n) -> (the hiddens that the drafter reads [size, D], state)."""

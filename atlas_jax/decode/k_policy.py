@@ -35,6 +35,7 @@ class Outcome:
     source: np.ndarray  # [rounds, B], members of `Source`
     emitted: np.ndarray  # [rounds, B]
     round_s: float | None
+    keys: Sequence[int] = ()  # which sequence each column is; without, the first is 0
 
 
 @runtime_checkable
@@ -52,6 +53,10 @@ class KPolicy(Protocol):
 
     def observe(self, outcome: Outcome) -> None: ...
 
+    def forget(self, key: int) -> None:
+        """A sequence has ended."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class FixedK:
@@ -63,6 +68,9 @@ class FixedK:
         return self.rows[0], None
 
     def observe(self, outcome: Outcome) -> None:
+        pass
+
+    def forget(self, key: int) -> None:
         pass
 
 
@@ -141,11 +149,10 @@ class AutoK:
     best, drafting is tried again after a while, and ever more rarely if it goes on losing.
     """
 
-    def __init__(self, rows: Sequence[int], sequences: int, memory: Memory) -> None:
+    def __init__(self, rows: Sequence[int], memory: Memory) -> None:
         self.rows = tuple(sorted(rows))
         self.memory = memory
-        self._rates = [Rates(self.rows[-1] - 1, memory.rates) for _ in range(sequences)]
-        self._running = [True] * sequences
+        self._rates: dict[int, Rates] = {}  # of the sequences that run
         self._trials = {k: 0 for k in self.rows if memory.seconds(k) is None}
         self._current = memory.rows if memory.rows in self.rows else None
         self._settled = True  # the current number of rows has been observed
@@ -174,15 +181,15 @@ class AutoK:
 
     def speeds(self) -> dict[int, float]:
         """Expected tokens a second of all running sequences, by rows; 0 where the time is not known yet."""
-        live = [rates.tokens() for rates, running in zip(self._rates, self._running, strict=True) if running]
-        tokens = np.sum(live, axis=0) if live else np.ones(self.rows[-1])
+        live = [rates.tokens() for rates in self._rates.values()] or [self.memory.rates.tokens()]
+        tokens = np.sum(live, axis=0)
         times = {rows: self.memory.seconds(rows) for rows in self.rows}
         return {rows: float(tokens[rows - 1]) / s if s else 0.0 for rows, s in times.items()}
 
     def observe(self, outcome: Outcome) -> None:
-        for b, rates in enumerate(self._rates):
+        for b, key in enumerate(outcome.keys or range(outcome.emitted.shape[1])):
             emitted = outcome.emitted[:, b]
-            self._running[b] = bool(outcome.n_rows.shape[0] and outcome.n_rows[-1, b] > 0)
+            rates = self._rates.setdefault(key, Rates(self.rows[-1] - 1, self.memory.rates))
             if outcome.rows == 1:
                 self._plain_tokens += int(emitted.sum())
                 continue
@@ -193,3 +200,7 @@ class AutoK:
         if outcome.round_s is not None:
             self.memory.time(outcome.rows, outcome.round_s)
         self._settled |= outcome.rows == self._current
+
+    def forget(self, key: int) -> None:
+        self._rates.pop(key, None)
+        self._speeds = {}

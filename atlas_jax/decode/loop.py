@@ -1,27 +1,30 @@
-"""The host's side of decoding: opens slots, prefills prompts, dispatches rounds and reads what they emitted one dispatch behind."""
+"""The host's side of decoding: owns the state, gives sequences slots and pages, computes their prompts, runs their rounds."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import time
-from collections.abc import Callable, Generator, Iterator
+import functools
+import heapq
+from collections.abc import Callable, Generator
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlas_jax.cache.prefix import Lease, PrefixCache, Sequence
-from atlas_jax.cache.stats import Reuse
+from atlas_jax.cache.prefix import PrefixCache, Sequence
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.costs import nearest, read_table, table_path
 from atlas_jax.decode.executables import Executables, Progress
-from atlas_jax.decode.k_policy import AutoK, FixedK, KPolicy, Memory, Outcome, Rates
+from atlas_jax.decode.group import Flight, Group
+from atlas_jax.decode.k_policy import AutoK, FixedK, KPolicy, Memory, Rates
+from atlas_jax.decode.live import Cut, Live, Request, Step
 from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.protocol import Drafter, Taught
 from atlas_jax.decode.request import SamplingParams
-from atlas_jax.decode.state import ERROR, FINISH_REASONS, RUNNING, DecodeState, init_decode, request_values
+from atlas_jax.decode.state import DecodeState, init_decode, request_values
+from atlas_jax.errors import StateError
 from atlas_jax.metrics import Acceptance
 from atlas_jax.models import HybridModel
 
@@ -29,48 +32,109 @@ AUTO_ROWS = (1, 2, 4, 8, 16)  # and the most there are room for; each is an exec
 PREFILL_SIZES = (16, 64)  # executables for the last, partial chunk of a prompt, beside that of whole chunks
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One sequence to decode.
-
-    Attributes:
-        script: the known answer that a ScriptedDrafter drafts from.
-        history: how many of the prompt's tokens the next turn's prompt will begin with; None for all of them.
-        lease: of the conversation that the request belongs to.
-    """
-
-    prompt: np.ndarray
-    params: SamplingParams
-    script: np.ndarray | None = None
-    history: int | None = None
-    lease: Lease | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Tokens of one sequence that one round emitted."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float] | None
-    top_logprobs: list[list[tuple[int, float]]] | None
-    finish_reason: str | None
-
-
 class Loop:
-    """Owns the decoding state of one model and runs batches of requests through it, one batch at a time."""
+    """Owns the decoding state of one model, and its slots: `admit` gives one to a sequence, `prefill` computes its prompt chunk by
+    chunk, a `Group` runs its rounds, `release` takes the slot back. `decode` does all of it for a batch. One thread at a time.
+    """
 
     def __init__(self, config: ModelConfig, run: RunConfig, params: Any, progress: Progress | None = None) -> None:
         self.config, self.run, self.params = config, run, params
         model = HybridModel(config, dtype=jnp.dtype(run.dtype), layout=run.layout, row_group=run.row_group)
         self.executables = Executables(model, run, progress)
         self.model = model
-        self._state: DecodeState | None = None
         self.cache = PrefixCache(config, run, self.executables)
-        self.reuse: list[Reuse] = []  # of the last batch's requests
-        self._memories: dict[tuple[Drafter, int], Memory] = {}
         self.dispatches = 0
         self.read_s = 0.0  # spent on turning what dispatches emitted into steps
+        self.last: Flight | None = None  # the dispatch that the device runs last, unless something else comes after it
+        self._state: DecodeState | None = None
+        self._drafters: dict[Drafter, Any] = {}  # the states of those that are in use
+        self._users: dict[Drafter, int] = {}
+        self._free = list(range(1, run.slots + 1))  # a heap
+        self._keys = 0
+        self._memories: dict[tuple[Drafter, int], Memory] = {}
+        self._lives: dict[int, tuple[Live, Drafter]] = {}  # by slot
+
+    # ---- one sequence ----------------------------------------------------------------------------------------------
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def admit(self, request: Request, drafter: Drafter, cut: Cut, index: int = 0) -> Live:
+        """Gives a sequence the lowest free slot, pages, and what the cache has of its prompt. Compiles what its prompt needs.
+
+        Raises:
+            StateError: no slot, or too few pages, are free.
+        """
+        if not self._free:
+            raise StateError(f"all {self.run.slots} slots are in use")
+        fresh = self._fresh(drafter)
+        known = self._known(request, drafter)
+        prompt, most = request.prompt, request.prompt.size + request.params.max_tokens
+        history = prompt.size if request.history is None else request.history
+        sequence = self.cache.admit(prompt, history, most, request.lease)
+        slot = heapq.heappop(self._free)
+        chunks = collections.deque(self.cache.chunks(sequence))
+        self._keys += 1
+        live = Live(index, self._keys, request, slot, sequence, chunks, cut, known)
+        self._lives[slot] = live, drafter
+        self._users[drafter] = self._users.get(drafter, 0) + 1
+        try:
+            self._open(live, drafter, fresh)
+        except BaseException:
+            self.release(live)
+            raise
+        return live
+
+    def prefill(self, live: Live) -> bool:
+        """Computes the next chunk of its prompt (but for its last token, which the first round reads). Returns whether rounds may
+        run now."""
+        state, sequence = self.state, live.sequence
+        self.last = None
+        if live.chunks:
+            start, end = live.chunks.popleft()
+            tokens, n = self._padded(sequence.tokens[start:end]), np.int32(end - start)
+            run = self.executables.prefill(tokens.size, self.params, state)
+            self._state = state = run(self.params, state, np.int32(live.slot), tokens, n)
+            self.cache.publish(sequence, end, state.target, live.slot)
+        if not live.chunks:
+            self._state = self.executables.start(state)(state, np.int32(live.slot))
+            live.started = True
+        return live.started
+
+    def cut(self, live: Live, keep: int) -> None:
+        """Ends a sequence after the first `keep` tokens of its last round."""
+        self._state = self.executables.cut(self.state)(self.state, np.int32(live.slot), np.int32(keep))
+
+    def release(self, live: Live) -> None:
+        """Takes slot and pages back, wherever the sequence stands. It must have left its group."""
+        if live.slot not in self._lives or self._lives[live.slot][0] is not live:
+            return
+        _, drafter = self._lives.pop(live.slot)
+        failed = live.finish_reason == "error" and self._state is not None
+        live.finish_reason = live.finish_reason or "cancelled"
+        self.cache.close(live.sequence, failed_in=(self.state.target, live.slot) if failed else None)
+        heapq.heappush(self._free, live.slot)
+        self._users[drafter] -= 1
+        if not self._users[drafter]:
+            del self._users[drafter]
+            self._drafters.pop(drafter, None)
+        if self._state is None and not self._lives:
+            self.cache.reset()
+            self._drafters.clear()
+
+    def acceptance(self, live: Live) -> Acceptance:
+        """Of a sequence so far, as counted on the device."""
+        return Acceptance(jax.device_get(self.state.counters)[live.slot])
+
+    def fingerprints(self, live: Live) -> Fingerprints | None:
+        """What that probe counted of a sequence; None where it is off."""
+        probe = self.state.probe
+        if probe is None or probe.prints is None:
+            return None
+        return Fingerprints(*jax.device_get(probe.counts)[live.slot].tolist())
+
+    # ---- many sequences --------------------------------------------------------------------------------------------
 
     def decode(
         self,
@@ -78,141 +142,205 @@ class Loop:
         drafter: Drafter,
         drafts: int | Literal["auto"] | KPolicy,
         n_top: int | None,
-        cut: Callable[[int, list[int]], int | None],
+        cut: Cut,
+        lives: list[Live] | None = None,
     ) -> Generator[Step, None, None]:
         """Decodes up to `run.slots` requests together, yielding tokens as they arrive.
 
         `drafts` are those of every round; "auto" chooses their number between dispatches (see `k_policy`).
 
         `cut(index, token_ids)` sees each round's tokens of a request with stop strings before they are yielded and returns
-        how many of them the answer keeps if it ends there.
+        how many of them the answer keeps if it ends there. `lives` takes the sequences as they are admitted.
         """
-        slots = np.zeros(1 << (len(requests) - 1).bit_length(), np.int32)
-        slots[: len(requests)] = 1 + np.arange(len(requests))
-        known = [self._known(r, drafter) for r in requests]
-        state = self._take_state(drafter)
-        sequences: list[Sequence] = []
-        failed: set[int] = set()
+        lives = [] if lives is None else lives
+        bucket = 1 << (len(requests) - 1).bit_length()
+        context = max(r.prompt.size for r in requests)
+        group = Group(self, drafter, lambda batch: self.policy(drafter, drafts, context, batch), (bucket,))
         try:
-            policy = self._policy(drafter, drafts, requests, slots.size)
-            state = self._open(state, requests, known, sequences, drafter, policy, n_top, slots)
-            for latest, steps in self._rounds(state, requests, drafter, policy, n_top, slots, cut):
-                self._state = latest
-                failed |= {step.index for step in steps if step.finish_reason == FINISH_REASONS[ERROR]}
-                yield from steps
+            group.prepare(bucket, n_top)
+            if any(r.params.stop for r in requests):
+                self.executables.cut(self.state)
+            for i, request in enumerate(requests):
+                live = self.admit(request, drafter, cut, i)
+                lives.append(live)
+                while not self.prefill(live):
+                    pass
+            for live in lives:
+                group.join(live)
+            while group.lives:
+                yield from [step for _, step in group.step(n_top)]
         except BaseException as error:
-            # A step that failed half-way has consumed its donated state. A closed generator has not.
-            if not isinstance(error, GeneratorExit):
-                self._state = state if _is_whole(state) else None
+            if not isinstance(error, GeneratorExit):  # a closed generator has lost nothing
+                self.doubt(error)
             raise
         finally:
-            for i, sequence in enumerate(sequences):
-                here = (self._state.target, i + 1) if self._state and i in failed else None
-                self.cache.close(sequence, failed_in=here)
-            if not self._state:
+            for live in lives:
+                self.release(live)
+
+    def policy(self, drafter: Drafter, drafts: int | Literal["auto"] | KPolicy, context: int, batch: int) -> KPolicy:
+        """What chooses the rows of a batch of so many sequences, about `context` tokens long."""
+        if isinstance(drafts, int):
+            return FixedK((drafts + 1,))
+        if drafts != "auto":
+            return drafts
+        most = self.run.max_rows
+        rows = sorted({k for k in AUTO_ROWS if k <= most} | {most})
+        memory = self._memories.get((drafter, batch))
+        if memory is None:
+            cost = nearest(read_table(table_path(self.config, self.run, self.params)), context, batch)
+            chain = getattr(drafter, "chain", most) if getattr(drafter, "feeds", True) else 0
+            times = {k: cost.round_s(k, chain) for k in rows} if cost else {}
+            memory = Memory(Rates(most - 1), expected_s={k: s for k, s in times.items() if s is not None})
+            self._memories[drafter, batch] = memory
+        return AutoK(rows, memory)
+
+    def dispatcher(self, drafter: Drafter, rows: int, n_top: int | None, bucket: int) -> Any:
+        """The executable of a dispatch of `bucket` sequences, compiled if it is new: see `Executables.dispatch`."""
+        slots = jax.ShapeDtypeStruct((bucket,), jnp.int32)
+        return self.executables.dispatch(drafter, rows, n_top, self.params, self._with_drafter(drafter), slots)
+
+    def shapes(self, drafter: Drafter) -> DecodeState:
+        """Of the state that a dispatch with this drafter takes; for `compile_dispatch`."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._with_drafter(drafter))
+
+    def compile_dispatch(
+        self, drafter: Drafter, rows: int, n_top: int | None, bucket: int, shapes: DecodeState
+    ) -> None:
+        """What `dispatcher` does on first use, from any thread."""
+        slots = jax.ShapeDtypeStruct((bucket,), jnp.int32)
+        self.executables.dispatch(drafter, rows, n_top, self.params, shapes, slots)
+
+    def compile_score(self, n_top: int, shapes: DecodeState) -> None:
+        """What `score` does on first use, from any thread."""
+        for size in sorted(self._sizes()):
+            self.executables.score(n_top, size, self.params, shapes)
+
+    def prepare(self) -> None:
+        """Compiles all that is not a dispatch, so that no sequence waits for it."""
+        state = self.state
+        values = request_values(self.config, self.run, np.zeros(1, np.int32), SamplingParams(), [])
+        self.executables.open(state, values)
+        self.executables.start(state)
+        self.executables.cut(state)
+        self.cache.snapshots.prepare(state.target)
+        for size in sorted(self._sizes()):
+            self.executables.prefill(size, self.params, state)
+
+    def dispatch(self, drafter: Drafter, run: Any, slots: Any, rounds: Any) -> Any:
+        """Launches one; returns what it emitted and why each sequence finished, still on the device."""
+        state, emitted, finish = run(self.params, self._with_drafter(drafter), slots, rounds)
+        self._state, self._drafters[drafter] = dataclasses.replace(state, drafter=()), state.drafter
+        self.dispatches += 1
+        return emitted, finish
+
+    def doubt(self, error: BaseException) -> bool:
+        """After an error: gives the state up if a step has consumed it, or may have failed on the device. Returns whether it is
+        gone; then every sequence that has a slot must be released."""
+        state = self._state
+        consumed = state is not None and any(x.is_deleted() for x in jax.tree.leaves((state, self._drafters)))
+        if consumed or isinstance(error, jax.errors.JaxRuntimeError):
+            self._state = self.last = None
+        return self._state is None
+
+    # ---- every position of a sequence ------------------------------------------------------------------------------
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Float32 logits [T, V] of every position of a prompt, by prefill."""
+        return np.concatenate([*self.by_position(tokens, self.executables.logits)])
+
+    def score(self, tokens: np.ndarray, n_top: int) -> Generator[Any, None, None]:
+        """Log-probability of the token after each position (of a token 0 after the last), and the `n_top` likeliest with their ids,
+        chunk by chunk: [T], [T, n_top], [T, n_top]."""
+        score = functools.partial(self.executables.score, n_top)
+        return self.by_position(tokens, score, np.append(tokens[1:], 0).astype(np.int32))
+
+    def by_position(
+        self, tokens: np.ndarray, executable: Callable[..., Any], *beside: np.ndarray
+    ) -> Generator[Any, None, None]:
+        """What `executable` gives for every position of a prompt, chunk by chunk, in a slot that is taken for that long; arrays
+        `beside` the tokens are passed on with them."""
+        if not self._free:
+            raise StateError(f"all {self.run.slots} slots are in use")
+        sequence = self.cache.scratch(tokens)
+        slot = np.int32(heapq.heappop(self._free))
+        try:
+            values = request_values(self.config, self.run, tokens, SamplingParams(), sequence.pages)
+            self._state = self.executables.open(self.state, values)(self.state, slot, values)
+            for start, end in self.cache.chunks(sequence):
+                padded, n = self._padded(tokens[start:end]), np.int32(end - start)
+                run = executable(padded.size, self.params, self.state)
+                self.last = None
+                more = [self._padded(x[start:end]) for x in beside]
+                out, self._state = run(self.params, self.state, slot, padded, n, *more)
+                yield jax.tree.map(lambda x: np.asarray(x)[:n], out)  # noqa: B023  # called at once
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):
+                self.doubt(error)
+            raise
+        finally:
+            self.cache.close(sequence)
+            heapq.heappush(self._free, int(slot))
+            if self._state is None and not self._lives:
                 self.cache.reset()
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
 
     @property
     def live(self) -> bool:
         """Whether there is a state to read: not before the first batch, nor after a step that failed."""
         return self._state is not None
 
-    def acceptance(self, index: int) -> Acceptance:
-        """Acceptance of request `index` of the last batch, as counted on the device."""
-        assert self._state is not None
-        return Acceptance(jax.device_get(self._state.counters)[index + 1])
+    @property
+    def state(self) -> DecodeState:
+        """The newest, as yet without a drafter's; an empty one where there is none."""
+        if self._state is None:
+            self._state = init_decode(self.config, self.run, self.cache.budget.spare_pages)
+        return self._state
 
-    def fingerprints(self, index: int) -> Fingerprints | None:
-        """What that probe counted of request `index` of the last batch; None where it is off."""
-        assert self._state is not None
-        probe = self._state.probe
-        if probe is None or probe.prints is None:
-            return None
-        return Fingerprints(*jax.device_get(probe.counts)[index + 1].tolist())
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self._state = state
 
-    def logits(self, prompt: np.ndarray) -> np.ndarray:
-        """Float32 logits [T, V] of every position of a prompt, by prefill."""
-        return self._by_position(prompt, self.executables.logits)
+    def _with_drafter(self, drafter: Drafter) -> DecodeState:
+        extra = self._drafters[drafter] if drafter in self._drafters else self._fresh(drafter)
+        return dataclasses.replace(self.state, drafter=extra)
 
-    def _by_position(self, prompt: np.ndarray, executable: Callable[..., Any]) -> np.ndarray:
-        """What `executable` gives for every position of a prompt."""
-        state = self._take_state(None)
-        sequence = self.cache.scratch(prompt)
-        parts = []
-        try:
-            values = request_values(self.config, self.run, prompt, SamplingParams(), sequence.pages)
-            state = self.executables.open(state, values)(state, np.int32(1), values)
-            for start, end in self.cache.chunks(sequence):
-                tokens, n = self._padded(prompt[start:end]), np.int32(end - start)
-                out, state = executable(tokens.size, self.params, state)(self.params, state, np.int32(1), tokens, n)
-                parts.append(np.asarray(out)[:n])
-            self._state = state
-        finally:
-            self.cache.close(sequence)
-            if not self._state:
-                self.cache.reset()
-        return np.concatenate(parts)
-
-    # ---- pieces ----------------------------------------------------------------------------------------------------
-
-    def _take_state(self, drafter: Drafter | None) -> DecodeState:
+    def _fresh(self, drafter: Drafter) -> Any:
         # Copies, as the state is donated: a drafter may return the same arrays each time.
-        extra = jax.tree.map(jnp.array, drafter.init(self.config, self.run)) if drafter else ()
-        state, self._state = self._state, None
-        if state is None:
-            state = init_decode(self.config, self.run, self.cache.budget.spare_pages)
-        return dataclasses.replace(state, drafter=extra)
+        return jax.tree.map(jnp.array, drafter.init(self.config, self.run))
 
     def _known(self, request: Request, drafter: Drafter) -> np.ndarray | None:
         """What a drafter that knows the answer is told of a request: its tokens, or their hiddens."""
         if not isinstance(drafter, Taught) or request.script is None:
             return None
         tokens = np.concatenate([request.prompt, request.script])[: self.run.max_length]
-        return self._by_position(tokens, self.executables.hiddens) if drafter.by_hidden else tokens
+        return np.concatenate([*self.by_position(tokens, self.executables.hiddens)]) if drafter.by_hidden else tokens
 
     def _padded(self, tokens: np.ndarray) -> np.ndarray:
         """A chunk in the smallest size that there is an executable of."""
-        whole = self.run.prefill_chunk
-        sizes = {*PREFILL_SIZES, self.cache.budget.interval, whole}
-        size = min(s for s in sizes if tokens.size <= s <= whole)
+        size = min(s for s in self._sizes() if tokens.size <= s)
         return np.pad(tokens, (0, size - tokens.size)).astype(np.int32)
 
-    def _open(
-        self,
-        state: DecodeState,
-        requests: list[Request],
-        known: list[np.ndarray | None],
-        sequences: list[Sequence],
-        drafter: Drafter,
-        policy: KPolicy,
-        n_top: int | None,
-        slots: np.ndarray,
-    ) -> DecodeState:
-        """Compiles what the batch needs, then admits and prefills every prompt but for its last token, which the first round reads.
+    def _sizes(self) -> set[int]:
+        whole = self.run.prefill_chunk
+        return {s for s in (*PREFILL_SIZES, self.cache.budget.interval, whole) if s <= whole}
 
-        `sequences` takes those admitted.
-        """
-        for rows in policy.rows:
-            self.executables.dispatch(drafter, rows, n_top, self.params, state, jnp.asarray(slots))
-        if any(r.params.stop for r in requests):
-            self.executables.cut(state)
-        self.reuse = []
-        for i, request in enumerate(requests):
-            slot = np.int32(i + 1)
-            prompt, most = request.prompt, request.prompt.size + request.params.max_tokens
-            history = prompt.size if request.history is None else request.history
-            sequence = self.cache.admit(prompt, history, most, request.lease)
-            sequences.append(sequence)
-            self.reuse.append(sequence.reuse)
-            restored = sequence.reuse.restored
-            values = request_values(self.config, self.run, prompt, request.params, sequence.pages, restored)
-            self._compile(state, sequence)
-            state = self.executables.open(state, values)(state, slot, values)
-            state = self._prefill(state, sequence, i + 1)
-            state = self.executables.start(state)(state, slot)
-            if isinstance(drafter, Taught) and (answer := known[i]) is not None:
-                state = dataclasses.replace(state, drafter=drafter.teach(state.drafter, i + 1, answer))
-        return state
+    def _open(self, live: Live, drafter: Drafter, fresh: Any) -> None:
+        """Makes the slot the sequence's, and restores what was found of it."""
+        slot, sequence = live.slot, live.sequence
+        request, state = live.request, self.state
+        restored = sequence.reuse.restored
+        values = request_values(self.config, self.run, request.prompt, request.params, sequence.pages, restored)
+        self._compile(state, sequence)
+        self._state = state = self.executables.open(state, values)(state, np.int32(slot), values)
+        if sequence.base:
+            target = self.cache.snapshots.load(state.target, slot, sequence.base)
+            self._state = dataclasses.replace(state, target=target)
+        if drafter in self._drafters:
+            fresh = _with_slot(self._drafters[drafter], fresh, slot, self.run.slots + 1)
+        if isinstance(drafter, Taught) and live.known is not None:
+            fresh = drafter.teach(fresh, slot, live.known)
+        self._drafters[drafter] = fresh
 
     def _compile(self, state: DecodeState, sequence: Sequence) -> None:
         """Compiles what a sequence's prefill needs before any of it runs; if both overlapped, neither could be timed."""
@@ -222,114 +350,11 @@ class Loop:
         for size in {self._padded(sequence.tokens[start:end]).size for start, end in self.cache.chunks(sequence)}:
             self.executables.prefill(size, self.params, state)
 
-    def _prefill(self, state: DecodeState, sequence: Sequence, slot: int) -> DecodeState:
-        """Restores what was found of an admitted sequence and computes the rest of its prompt."""
-        if sequence.base:
-            target = self.cache.snapshots.load(state.target, slot, sequence.base)
-            state = dataclasses.replace(state, target=target)
-        for start, end in self.cache.chunks(sequence):
-            tokens, n = self._padded(sequence.tokens[start:end]), np.int32(end - start)
-            run = self.executables.prefill(tokens.size, self.params, state)
-            state = run(self.params, state, np.int32(slot), tokens, n)
-            self.cache.publish(sequence, end, state.target, slot)
-        return state
 
-    def _rounds(
-        self,
-        state: DecodeState,
-        requests: list[Request],
-        drafter: Drafter,
-        policy: KPolicy,
-        n_top: int | None,
-        slots: np.ndarray,
-        cut: Any,
-    ) -> Iterator[tuple[DecodeState, list[Step]]]:
-        # A stop string is found on the host, which may then have to take back part of the last round: no round may follow it.
-        eager = any(r.params.stop for r in requests)
-        depth, rounds = (1, 1) if eager else (2, self.run.rounds_per_dispatch)
-        finished = [False] * len(requests)
-        on_device = jnp.asarray(slots)
-        run_rounds = {
-            rows: self.executables.dispatch(drafter, rows, n_top, self.params, state, on_device) for rows in policy.rows
-        }
-        flying: collections.deque[Any] = collections.deque()
-        limit = 1  # the first round alone: the first token need not wait for the others
-        free_at = None  # when the device had done all before; at first it may still be at the prompts
-        while not all(finished):
-            while len(flying) < depth:
-                rows, most = policy.choose()
-                count = jnp.int32(min(limit, most or rounds))
-                launched = time.perf_counter()
-                state, emitted, finish = run_rounds[rows](self.params, state, on_device, count)
-                self.dispatches += 1
-                flying.append((rows, launched, emitted, finish))
-                limit = rounds
-            rows, launched, *results = flying.popleft()
-            asked = time.perf_counter()
-            emitted, finish = jax.device_get(results)
-            began = time.perf_counter()
-            taken = None if free_at is None else began - max(launched, free_at)
-            if taken is not None and began - asked < 0.2 * taken:
-                taken = None  # a host that found the results ready does not know when they were
-            policy.observe(_outcome(rows, emitted, len(requests), taken))
-            free_at = began
-            steps: list[Step] = []
-            for i, request in enumerate(requests):
-                if finished[i]:
-                    continue
-                step, keep = self._read(i, request, emitted, int(finish[i]), cut)
-                if keep is not None:
-                    state = self.executables.cut(state)(state, jnp.int32(i + 1), jnp.int32(keep))
-                finished[i] = step.finish_reason is not None
-                if step.token_ids or finished[i]:
-                    steps.append(step)
-            self.read_s += time.perf_counter() - began
-            yield state, steps
+def _with_slot(state: Any, fresh: Any, slot: int, slots: int) -> Any:
+    """A drafter's state in which one slot is as at first. Leaves without an axis of slots stay."""
 
-    def _policy(
-        self, drafter: Drafter, drafts: int | Literal["auto"] | KPolicy, requests: list[Request], batch: int
-    ) -> KPolicy:
-        if isinstance(drafts, int):
-            return FixedK((drafts + 1,))
-        if drafts != "auto":
-            return drafts
-        most, context = self.run.max_rows, max(r.prompt.size for r in requests)
-        rows = sorted({k for k in AUTO_ROWS if k <= most} | {most})
-        memory = self._memories.get((drafter, batch))
-        if memory is None:
-            cost = nearest(read_table(table_path(self.config, self.run, self.params)), context, batch)
-            chain = getattr(drafter, "chain", most) if getattr(drafter, "feeds", True) else 0
-            times = {k: cost.round_s(k, chain) for k in rows} if cost else {}
-            memory = Memory(Rates(most - 1), expected_s={k: s for k, s in times.items() if s is not None})
-            self._memories[drafter, batch] = memory
-        return AutoK(rows, len(requests), memory)
+    def put(old: Any, new: Any) -> Any:
+        return old.at[slot].set(jnp.asarray(new)[slot]) if old.shape[:1] == (slots,) else old
 
-    def _read(self, i: int, request: Request, emitted: Any, finish: int, cut: Any) -> tuple[Step, int | None]:
-        """One request's part of a dispatch; also how many of its tokens a stop string leaves, if one was found."""
-        rounds = range(emitted.tokens.shape[0])
-        token_ids = [int(t) for r in rounds for t in emitted.tokens[r, i, : emitted.counts[r, i]]]
-        reason = None if finish == RUNNING else FINISH_REASONS[finish]
-        keep = cut(i, token_ids) if request.params.stop and token_ids else None
-        if keep is not None:
-            token_ids, reason = token_ids[:keep], "stop"
-        logprobs = top = None
-        if request.params.logprobs:
-            places = [(r, k) for r in rounds for k in range(emitted.counts[r, i])][: len(token_ids)]
-            logprobs = [float(emitted.logprobs[r, i, k]) for r, k in places]
-            n = request.params.top_logprobs
-            pairs = [
-                zip(emitted.top_ids[r, i, k, :n], emitted.top_logprobs[r, i, k, :n], strict=True) for r, k in places
-            ]
-            top = [[(int(t), float(p)) for t, p in pair] for pair in pairs]
-        return Step(i, token_ids, logprobs, top, reason), keep
-
-
-def _is_whole(state: DecodeState) -> bool:
-    """Whether no step has consumed the state's arrays."""
-    return not any(x.is_deleted() for x in jax.tree.leaves(state))
-
-
-def _outcome(rows: int, emitted: Any, sequences: int, seconds: float | None) -> Outcome:
-    ran = int((emitted.n_rows > 0).any(1).sum())
-    n_rows, source, counts = (x[:ran, :sequences] for x in (emitted.n_rows, emitted.source, emitted.counts))
-    return Outcome(rows, n_rows, source, counts, seconds / ran if seconds and ran else None)
+    return jax.tree.map(put, state, fresh)

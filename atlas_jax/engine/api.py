@@ -96,7 +96,7 @@ class GenerationRequest:
     history: int | None = None
     script: np.ndarray | None = None
     priority: int = 0
-    deadline_s: float | None = None
+    deadline_s: float | int | None = None
     id: str = ""
     grammar: Grammar | None = None
 
@@ -106,6 +106,8 @@ class EngineConfig:
     """How requests are scheduled.
 
     Attributes:
+        drafter, drafts: of requests that do not say, as `Runtime.generate` takes them; None leaves it to the runtime. What
+            they need is compiled when the engine starts, other choices when they are first asked for.
         max_waiting: requests that may wait for a slot; one more is refused.
         ageing_s: seconds of waiting that are worth one step of priority, so that nobody waits for ever.
         dispatch_ms: about how long a dispatch of rounds may take. New requests, cancellations and deadlines are looked at
@@ -113,9 +115,11 @@ class EngineConfig:
         buckets: numbers of sequences that dispatches are compiled for; None for the powers of two up to the runtime's slots.
     """
 
+    drafter: str | Drafter | None = None
+    drafts: int | Literal["auto"] | None = None
     max_waiting: int = 256
-    ageing_s: float = 5.0
-    dispatch_ms: float = 25.0
+    ageing_s: float | int = 5.0
+    dispatch_ms: float | int = 25.0
     buckets: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +129,12 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
         for bucket in self.buckets or ():
             at_least(1, "buckets", bucket)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Options of requests that do not say."""
+        options = dict(drafter=self.drafter, drafts=self.drafts)
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +224,13 @@ class EngineApi(Protocol):
         """Raises RequestError, EngineFull or EngineStopping at once."""
         ...
 
-    def score(self, token_ids: Any, top_logprobs: int = 0, timeout: float | None = None) -> Score:
+    def score(self, token_ids: Any, top_logprobs: int = 0, timeout: float | int | None = None) -> Score:
         """Waits for its turn between dispatches. Raises RequestError, EngineFull, EngineStopping, StepFailed, TimeoutError."""
         ...
 
     def stats(self) -> EngineStats: ...
 
-    def drain(self, timeout: float | None = None) -> bool:
+    def drain(self, timeout: float | int | None = None) -> bool:
         """Takes no more requests and waits until those it has are done; False if some were not after `timeout` seconds."""
         ...
 

@@ -42,7 +42,7 @@ class Ticket:
         if not self.done:
             self._on_cancel(self)
 
-    def result(self, timeout: float | None = None) -> Completion:
+    def result(self, timeout: float | int | None = None) -> Completion:
         """Waits for the completion (the deltas stay to be read).
 
         Raises:
