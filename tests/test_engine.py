@@ -319,7 +319,7 @@ def test_a_failed_step_ends_those_whose_state_is_in_doubt(monkeypatch, caplog):
         def fails(*args: Any) -> Any:
             calls.append(0)
             if len(calls) == 3:
-                loop.state.tokens.delete()  # as a step that fails half-way leaves it
+                loop.state.requests.words.delete()  # as a step that fails half-way leaves it
             return dispatch(*args)
 
         monkeypatch.setattr(loop, "dispatch", fails)

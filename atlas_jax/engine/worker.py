@@ -185,8 +185,8 @@ class Worker:
         job = next_prompt(prompts, self._turn)
         assert job.live is not None
         try:
-            if not any(group.lives for group in self._groups.values()):
-                jax.block_until_ready(self.loop.state.finish)  # nobody else holds the host back from running ahead
+            if not any(group.lives for group in self._groups.values()):  # nobody else keeps the host from running ahead
+                jax.block_until_ready(self.loop.state.requests.words)
             if self.loop.prefill(job.live):
                 job.group.join(job.live)
         except Exception as error:
