@@ -1,4 +1,4 @@
-"""The command line: generate, chat, serve, demo, inspect, bench, replay, experiment.
+"""The command line: generate, chat, serve, demo, inspect, convert, bench, replay, experiment.
 
 stdout carries the answer alone; progress and errors go to stderr. JAX is imported once the arguments make sense.
 """
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from atlas_jax import bench_command
+from atlas_jax import bench_command, convert_command
 from atlas_jax.config import DRAFTER_CONTEXTS
 from atlas_jax.errors import AtlasError, RequestError
 from atlas_jax.experiment import command as experiment_command
@@ -96,6 +96,14 @@ def parser() -> Parser:
     inspect.add_argument("model", metavar="MODEL", help=MODEL)
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(run=run_inspect)
+
+    convert = commands.add_parser(
+        "convert",
+        help="round a model's weights to four bits",
+        description="Write a model with its linear layers rounded to four bits, as a compressed-tensors checkpoint.",
+    )
+    convert_command.add_options(convert)
+    convert.set_defaults(run=convert_command.run)
 
     bench = commands.add_parser("bench", help="measure this machine", description="Measure this machine.")
     benches = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK", parser_class=Parser)

@@ -188,6 +188,10 @@ class RunConfig:
             token, which the first draft is made from).
         refeed: the drafter's rows of accepted drafts are written again with the target's hiddens. False leaves them as speculation
             wrote them, from the drafter's own hiddens, for comparison.
+        draft_head: the head that drafts are chosen with: the "exact" one, or an "int4" copy of it (groups of 128 inputs). Drafts
+            are verified with the exact one: the output stays the same, and fewer drafts may be right.
+        draft_vocabulary: how many token ids, the first ones, drafts are chosen from; None for all. Byte-pair tokenizers number
+            tokens by how early they were merged, so that the first are the most frequent; those that end a text come along.
         layout: "layers" keeps one array a layer and weight, "stacked" one array for all layers. XLA's CPU backend copies a
             layer out of a stack at every use, its GPU backend reads it in place.
         probes: research switches.
@@ -208,6 +212,8 @@ class RunConfig:
     host_snapshot_bytes: int = 0
     drafter_context: Literal["full", "prefill_only", "blind"] = "full"
     refeed: bool = True
+    draft_head: Literal["exact", "int4"] = "exact"
+    draft_vocabulary: int | None = None
     layout: Literal["layers", "stacked"] = "layers"
     probes: Probes = Probes()
 
@@ -243,6 +249,10 @@ class RunConfig:
                 f"drafter_context must be {', '.join(DRAFTER_CONTEXTS[:-1])} or {DRAFTER_CONTEXTS[-1]}, "
                 f"got {self.drafter_context!r}"
             )
+        if self.draft_head not in ("exact", "int4"):
+            raise ConfigError(f"draft_head must be exact or int4, got {self.draft_head!r}")
+        if self.draft_vocabulary is not None:
+            at_least(1, "draft_vocabulary", self.draft_vocabulary)
         if self.layout not in ("layers", "stacked"):
             raise ConfigError(f"layout must be layers or stacked, got {self.layout!r}")
         if not isinstance(self.probes, Probes):

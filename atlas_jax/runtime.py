@@ -26,6 +26,7 @@ from atlas_jax.decode.oracle import OracleChain
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.errors import ConfigError, RequestError
 from atlas_jax.metrics import Acceptance, AcceptanceLog
+from atlas_jax.models.draft_head import with_draft_head
 from atlas_jax.session import Session
 from atlas_jax.settings import enable_compilation_cache
 from atlas_jax.text.chat import render_chat
@@ -120,7 +121,8 @@ class Runtime:
         if not config.has_mtp and (run.drafter_context != "full" or not run.refeed):
             setting = f"drafter_context {run.drafter_context!r}" if run.refeed else "refeed=False"
             raise ConfigError(f"{setting} is about the model's own drafter, and this model has no mtp.* tensors")
-        self.config, self.run, self.params, self.tokenizer = config, run, params, tokenizer
+        self.config, self.run, self.tokenizer = config, run, tokenizer
+        self.params = params = with_draft_head(config, run, params)
         self.loop = Loop(config, run, params, progress)
         self.acceptance = AcceptanceLog()
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from atlas_jax.config import FULL, LINEAR, ModelConfig
 from atlas_jax.models import gated_delta_net as gdn
 from atlas_jax.models import linear_layers
 from atlas_jax.models.attention import Attention, causal_attention
+from atlas_jax.models.draft_head import draft_logits
 from atlas_jax.models.drafter import DrafterNorms, MtpDrafter
 from atlas_jax.models.feed_forward import feed_forward
 from atlas_jax.models.layers import parameter, rms_norm, scaled_normal
@@ -75,8 +76,11 @@ class HybridModel(nn.Module):
         return linear(hidden, weight, transposed=self.config.tie_word_embeddings)
 
     def draft_logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """`logits` of few rows that need not be exact."""
-        return self.logits(pad_rows(hidden, bucket(hidden.shape[0], self.row_group)))[: hidden.shape[0]]
+        """`logits` of few rows that need not be exact: of the draft head, where there is one."""
+        rows = pad_rows(hidden, bucket(hidden.shape[0], self.row_group))
+        head = self.get_variable("params", "draft_head")
+        logits = self.logits(rows) if head is None else draft_logits(head, rows, self.config.vocab_size)
+        return logits[: hidden.shape[0]]
 
     def drafter_hidden(self, hidden: Hidden) -> Float[Array, "*rows D"]:
         """The hidden that the drafter reads (`config.mtp_hidden`)."""

@@ -1,0 +1,125 @@
+"""Rounding of weights, converted checkpoints, and heads that only draft."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_load import CONFIG, random_tensors
+from test_quantised_formats import plain
+
+from atlas_jax.cli import main
+from atlas_jax.config import RunConfig
+from atlas_jax.errors import CheckpointError, ConfigError
+from atlas_jax.models.draft_head import draft_logits, with_draft_head
+from atlas_jax.weights.convert import convert
+from atlas_jax.weights.hf_config import model_config, recipe_in
+from atlas_jax.weights.inspect import inspect_model
+from atlas_jax.weights.load import load_params
+from atlas_jax.weights.quantised.codes import packed
+from atlas_jax.weights.quantised.rounding import rounded
+from atlas_jax.weights.quantised.scheme import NVFP4, Scheme
+
+SMALL = pathlib.Path(__file__).parent / "data" / "parity_small"
+SCHEMES = [Scheme("int4", 32), Scheme("int4", 128), NVFP4, Scheme("fp8", None), Scheme("fp8", 128)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_rounding_is_to_the_nearest(scheme):
+    """No value is further from its weight than half a step of its group; a search never makes the error larger."""
+    N, K = 24, 200
+    weight = np.random.default_rng(0).normal(size=(N, K)).astype(np.float32)
+    weight[3] = 0
+    values = [
+        plain(packed(jax.jit(lambda w, s=s: rounded(w, scheme, search=s))(weight), "bfloat16"), K).T
+        for s in (False, True)
+    ]
+    group = {"int4": scheme.group, "nvfp4": 16, "fp8": K}[scheme.kind]
+    starts = range(0, K, group)
+    largest = np.stack([np.abs(weight[:, i : i + group]).max(1) for i in starts], 1)
+    step = {"int4": 0.51 / 7.5 * 1.01, "nvfp4": 1.2 / 6, "fp8": 0.07}[scheme.kind]
+    limit = np.repeat(largest, group, 1)[:, :K] * step + 1e-6
+    if scheme.kind == "int4":
+        limit = np.where(
+            weight * 7.5 > 7.4 * np.repeat(largest, group, 1)[:, :K] * 0.98, limit * 1.1, limit
+        )  # 8 is no code
+    assert (np.abs(values[0] - weight) <= limit).all()
+    assert (values[0][3] == 0).all()
+    assert ((values[1] - weight) ** 2).sum() <= ((values[0] - weight) ** 2).sum()
+
+
+@pytest.mark.parametrize(("options", "name"), [(["int4", "--group", "32"], "int4-g32"), (["nvfp4"], "nvfp4")])
+def test_a_converted_model_holds_what_rounding_gives(tmp_path, options, name):
+    out = tmp_path / "out"
+    assert main(["convert", str(SMALL), str(out), "--weights", *options]) == 0
+    report = inspect_model(out)
+    assert report.refused == () and report.quantised == f"compressed-tensors ({name})" and report.unused == ()
+    config = model_config(out)
+    assert config == model_config(SMALL)
+    got = load_params(out, config, dtype="bfloat16", layout="layers", recipe=recipe_in(out))["params"]
+    want = load_params(SMALL, config, dtype="bfloat16", layout="layers")["params"]
+    scheme = NVFP4 if name == "nvfp4" else Scheme("int4", 32)
+    down = got["feed_forward"]["down"][2]
+    expected = rounded(jnp.asarray(want["feed_forward"]["down"][2], jnp.float32).T, scheme)
+    np.testing.assert_array_equal(down.codes, packed(expected, "bfloat16").codes)
+    small = got["linear_attention"]["in_proj"][0].parts[1]
+    np.testing.assert_array_equal(small, want["linear_attention"]["in_proj"][0][:, -small.shape[1] :])
+    for leaf in ("embedding", "mtp"):
+        jax.tree.map(np.testing.assert_array_equal, got[leaf], want[leaf])
+    assert main(["convert", str(SMALL), str(out), "--weights", "int4"]) == 2  # it is there
+    assert main(["convert", str(out), str(tmp_path / "again"), "--weights", "int4"]) == 2  # it is quantised
+    assert main(["convert", str(SMALL), str(tmp_path / "a"), "--weights", "nvfp4", "--group", "32"]) == 2
+
+
+def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
+    config = json.loads((SMALL.parent / "parity_small" / "config.json").read_text())
+    fields = {
+        k: v for k, v in dataclasses.asdict(CONFIG).items() if k not in ("mtp_hidden", "eos_token_ids", "model_type")
+    }
+    text = fields | dict(model_type="qwen3_5_moe_text", num_hidden_layers=3, hidden_act="silu", rms_norm_eps=1e-6)
+    text["layer_types"] = list(CONFIG.layer_types)
+    text["rope_parameters"] = config["text_config"]["rope_parameters"] | {"partial_rotary_factor": 0.5}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(text))
+    save_file(random_tensors(model_config(source), True), source / "model.safetensors")
+    convert(source, tmp_path / "out", Scheme("int4", 32), head=True)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight_packed" in tensors and "lm_head.weight_packed" in tensors
+    assert inspect_model(tmp_path / "out").refused == ()
+
+
+def test_what_cannot_be_converted(tmp_path):
+    with pytest.raises(ConfigError, match="leave out --head"):
+        convert(SMALL, tmp_path / "out", NVFP4, head=True)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        convert(tmp_path / "none", tmp_path / "out", NVFP4)
+    shutil.copyfile(SMALL / "config.json", tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        convert(tmp_path, tmp_path / "out", NVFP4)
+
+
+def test_draft_heads():
+    config = dataclasses.replace(CONFIG, vocab_size=64, eos_token_ids=(60,))
+    head = jnp.asarray(np.random.default_rng(0).normal(size=(32, 64)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 32)), jnp.float32)
+    params = {"params": {"head": head}}
+    assert with_draft_head(config, RunConfig(), params) is params
+    for kind, size in (("int4", None), ("exact", 20), ("int4", 20)):
+        run = RunConfig(draft_head=kind, draft_vocabulary=size)  # pyright: ignore[reportArgumentType]
+        made = with_draft_head(config, run, params)["params"]
+        assert made["head"] is head
+        logits = np.asarray(draft_logits(made["draft_head"], x, 64))
+        known = [*range(size or 64), *([60] if size else [])]
+        exact = np.asarray(x @ head)
+        np.testing.assert_allclose(logits[:, known], exact[:, known], atol=1.5 if kind == "int4" else 1e-5)
+        assert np.isinf(np.delete(logits, known, axis=1)).all()
+    with pytest.raises(ConfigError, match=r"no mtp\.\*"):
+        with_draft_head(dataclasses.replace(config, mtp_num_hidden_layers=0), RunConfig(draft_head="int4"), params)
+    with pytest.raises(ConfigError, match="draft_vocabulary must be at least 1"):
+        RunConfig(draft_vocabulary=0)
