@@ -24,6 +24,12 @@ def large_shared_memory() -> bool:
     return any(name in jax.devices()[0].device_kind for name in ("H100", "H200", "H20", "GH200", "B200", "B300"))
 
 
+def multiprocessors() -> int:
+    """How many the GPU has. Programs that are compiled without a device ask too; the name of the card is known then."""
+    device = jax.devices()[0]
+    return getattr(device, "core_count", None) or (48 if "GB10" in device.device_kind else 132)
+
+
 def choose[F: Callable](
     operation: str, implementations: Mapping[str, F], name: str | None, by_platform: Mapping[str, str]
 ) -> F:

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import DTypeLike, Float, Float32, Int
 
 from pallas_kernels.registry import choose
-from pallas_kernels.w4a16 import reference
+from pallas_kernels.w4a16 import reference, triton
 from pallas_kernels.w4a16.forms import Packed
 
 Layer = Int[Array, ""] | int | None
 
-PRODUCTS = {"reference": reference.product}
+PRODUCTS = {"reference": reference.product, "triton": triton.product}
 EXPERT_PRODUCTS = {"reference": reference.expert_product}
 GROUPED_PRODUCTS = {"reference": reference.grouped_product}
 
@@ -21,7 +22,8 @@ def product(
     x: Float[Array, "R K"], weight: Packed, layer: Layer = None, *, implementation: str | None = None
 ) -> Float32[Array, "R N"]:
     """`x` times a weight, or layer `layer` of a stack of them. Accumulated in float32: group by group, in order."""
-    return choose("w4a16 product", PRODUCTS, implementation, {})(x, weight, layer)
+    by_platform = {"gpu": "triton"} if x.dtype == jnp.bfloat16 else {}  # the tensor cores have no float32
+    return choose("w4a16 product", PRODUCTS, implementation, by_platform)(x, weight, layer)
 
 
 def expert_product(

@@ -108,9 +108,18 @@ def grouped_product(x: Array, weight: Packed, sizes: Array, layer: Any) -> Array
 
 
 def dequantise(weight: Packed, layer: Any, inputs: int, dtype: Any) -> Array:
+    values = jnp.swapaxes(whole_rows(weight, layer, dtype), -1, -2)[..., :inputs, :]
+    if isinstance(weight, Int4) and weight.order is not None:
+        order = weight.order if layer is None else _of(weight.order, layer)
+        values = jnp.take_along_axis(values, jnp.argsort(order, axis=-1)[..., None], axis=-2)
+    return values
+
+
+def whole_rows(weight: Packed, layer: Any, dtype: Any) -> Array:
+    """The decoded weight as it lies in the blocks, [..., N, P]: rows of inputs that belong together, padding at their end."""
     weight = weight if layer is None else _of(weight, layer)
-    whole = lambda blocks: jnp.swapaxes(blocks, -1, -2).reshape(*blocks.shape[:-3], -1, blocks.shape[-2])  # noqa: E731
-    wide = lambda rows, each: jnp.repeat(rows.astype(jnp.float32), each, axis=-2)  # noqa: E731
+    whole = lambda blocks: jnp.swapaxes(blocks, -2, -3).reshape(*blocks.shape[:-3], blocks.shape[-2], -1)  # noqa: E731
+    wide = lambda rows, each: jnp.repeat(jnp.swapaxes(rows, -1, -2).astype(jnp.float32), each, axis=-1)  # noqa: E731
     match weight:
         case Int4():
             codes = whole(unpack_nibbles(weight.codes)).astype(jnp.float32)
@@ -118,12 +127,9 @@ def dequantise(weight: Packed, layer: Any, inputs: int, dtype: Any) -> Array:
             values = (codes - zeros) * wide(weight.scales, weight.group)
         case Nvfp4():
             values = e2m1(whole(unpack_nibbles(weight.codes)), jnp.float32)
-            values = values * wide(e4m3(weight.scales, jnp.float32), 16) * weight.scale[..., None, :]
+            values = values * wide(e4m3(weight.scales, jnp.float32), 16) * weight.scale[..., None]
             values = _rounded(values) if weight.rounded else values
         case Fp8():
             values = e4m3(whole(weight.codes), jnp.float32)
-            values = values * wide(weight.scales, values.shape[-2] // weight.scales.shape[-2])
-    values = values[..., :inputs, :].astype(dtype)
-    if isinstance(weight, Int4) and weight.order is not None:
-        values = jnp.take_along_axis(values, jnp.argsort(weight.order, axis=-1)[..., None], axis=-2)
-    return values
+            values = values * wide(weight.scales, values.shape[-1] // weight.scales.shape[-2])
+    return values.astype(dtype)

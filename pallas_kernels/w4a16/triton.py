@@ -1,0 +1,263 @@
+"""Products of up to 16 rows with packed weights as one Pallas-Triton kernel (and a sum, where inputs are split).
+
+A program multiplies all rows by a share of the weight: every program has the same number of (column tile, input block) pairs, tile
+after tile, so that none waits for another at the end. A tile that several programs share has a part from each; parts are added in
+order. What a program does depends on the weight's shape and on the GPU, never on the rows, so a row's bits depend on it alone.
+
+Codes travel as bytes into the layout of the tensor cores' operand and are decoded there: four bytes to four bfloat16 numbers
+128 + code by one mask and two byte permutations, since 128 is where bfloat16 counts in ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.registry import multiprocessors
+from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed, outputs
+from pallas_kernels.w4a16.pack import padded
+from pallas_kernels.w4a16.reference import e2m1, e4m3, whole_rows
+
+ROWS = 16  # of the tensor cores' smallest product
+HALF = BLOCK // 2
+
+
+def product(x: Array, weight: Packed, layer: Any, **tuning: Any) -> Array:
+    """x [R, K] in bfloat16 -> float32 [R, N]. Up to 16 rows run in the kernel; more are bound by the matrix units, which the library
+    feeds best from a decoded weight."""
+    if layer is None:
+        weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
+    if isinstance(weight, Int4) and weight.order is not None:
+        x = x[:, weight.order[layer]]
+    x = jnp.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1])))
+    if x.shape[0] > ROWS:
+        values = whole_rows(weight, layer, x.dtype)
+        return jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # The layer is an operand, and the call a function of its own: traced, lowered and compiled once for all layers.
+    return _product(jnp.full(1, layer, jnp.int32), x, weight, **tuning)
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "programs", "num_warps", "interpret"))
+def _product(
+    layer: Array,
+    x: Array,
+    weight: Packed,
+    *,
+    columns: int = 128,
+    programs: int | None = None,
+    num_warps: int | None = None,
+    interpret: bool = False,
+) -> Array:
+    R, N, blocks = x.shape[0], outputs(weight), weight.codes.shape[-3]
+    x = jnp.pad(x, ((0, ROWS - R), (0, 0)))
+    tiles = pl.cdiv(N, columns)
+    if programs is None:
+        programs = multiprocessors() * min(max(round(tiles * blocks / multiprocessors() / 10), 3), 6)
+    programs = min(programs, tiles * blocks)
+    parts = _parts(tiles, blocks, programs)
+    arrays = [leaf for leaf in (weight.codes, weight.scales, getattr(weight, "zeros", None)) if leaf is not None]
+    out = pl.pallas_call(
+        functools.partial(_kernel, _adder(weight, interpret), N, columns, tiles, blocks, programs),
+        grid=(programs,),
+        out_shape=jax.ShapeDtypeStruct((parts.max(), ROWS, N), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps or columns // 64, num_stages=3),
+        interpret=interpret,
+        name="w4a16_product",
+    )(layer, x, *arrays)
+    if len(out) == 1:
+        out = out[0]
+    else:
+        live = np.arange(len(out))[:, None] < np.repeat(parts, columns)[:N]
+        out = jnp.where(live[:, None], out, 0).sum(0)
+    if isinstance(weight, Nvfp4):
+        out = out * (256 * weight.scale[layer[0]])
+    if isinstance(weight, Fp8) and weight.scales.shape[-2] == 1:
+        out = out * weight.scales[layer[0]]
+    return out[:R]
+
+
+def _parts(tiles: int, blocks: int, programs: int) -> np.ndarray:
+    """How many programs have a share in each tile."""
+    total, tile = tiles * blocks, np.arange(tiles)
+    first, last = (((unit + 1) * programs - 1) // total for unit in (tile * blocks, tile * blocks + blocks - 1))
+    return last - first + 1
+
+
+def _kernel(
+    add: Callable[..., Array],
+    N: int,
+    columns: int,
+    tiles: int,
+    blocks: int,
+    programs: int,
+    layer_ref: Any,
+    x_ref: Any,
+    *refs: Any,
+) -> None:
+    *weight_refs, out_ref = refs
+    program, total, layer = pl.program_id(0), tiles * blocks, layer_ref[0]
+    start, end = program * total // programs, (program + 1) * total // programs
+
+    def tile(t: Array, _: None) -> None:
+        place = pl.ds(t * columns, columns)
+        mask = t * columns + jnp.arange(columns) < N if N % columns else None
+
+        def load(ref: Any, row: Any, inputs: Any = None) -> Array:
+            index = (layer, row, place) if inputs is None else (layer, row, place, inputs)
+            if mask is None:
+                return ref[index]
+            shape = (columns,) if inputs is None else (columns, inputs.size)
+            wide = jnp.broadcast_to(mask.reshape(columns, *[1] * (len(shape) - 1)), shape)
+            return plgpu.load(ref.at[index], mask=wide, other=0)
+
+        def block(b: Array, sums: Array) -> Array:
+            return add(sums, b, load, x_ref, *weight_refs)
+
+        first, last = jnp.maximum(start - t * blocks, 0), jnp.minimum(end - t * blocks, blocks)
+        sums = jax.lax.fori_loop(first, last, block, jnp.zeros((ROWS, columns), jnp.float32))
+        part = program - ((t * blocks + 1) * programs - 1) // total
+        if mask is None:
+            out_ref[part, :, place] = sums
+        else:
+            plgpu.store(out_ref.at[part, :, place], sums, mask=jnp.broadcast_to(mask[None], sums.shape))
+
+    jax.lax.fori_loop(start // blocks, (end + blocks - 1) // blocks, tile, None)
+
+
+def _adder(weight: Packed, interpret: bool) -> Callable[..., Array]:
+    """What adds a block of inputs, times its columns, to the sums [16, columns] so far."""
+    match weight:
+        case Int4():
+            return functools.partial(_add_int4, weight.group, interpret)
+        case Nvfp4():
+            return functools.partial(_add_nvfp4, interpret)
+        case Fp8():
+            return functools.partial(_add_fp8, weight.scales.shape[-2] > 1, interpret)
+
+
+def _add_int4(
+    group: int, interpret: bool, sums: Array, b: Array, load: Any, x: Any, codes: Any, scales: Any, *zeros: Any
+) -> Array:
+    """Group by group: the sum of exact factors in float32, then its scale."""
+    bytes_, groups = min(group, HALF), BLOCK // group
+    loaded = [load(codes, b, pl.ds(i, bytes_)) for i in range(0, HALF, bytes_)]
+    halves: list[Array] = []
+    for high in (False, True):
+        for i, part in enumerate(loaded):
+            g = b * groups + (high * HALF + i * bytes_) // group
+            if zeros:
+                shift = load(zeros[0], g).astype(jnp.bfloat16)[:, None] + jnp.bfloat16(128)
+            else:
+                shift = jnp.bfloat16(136)
+            partial = _dot(x, b * BLOCK + high * HALF + i * bytes_, _counted(part, high, interpret) - shift)
+            if group == BLOCK:
+                halves.append(partial)
+            else:
+                sums = _multiply_add(partial, load(scales, g).astype(jnp.float32)[None], sums, interpret)
+    if group == BLOCK:
+        sums = _multiply_add(halves[0] + halves[1], load(scales, b).astype(jnp.float32)[None], sums, interpret)
+    return sums
+
+
+def _add_nvfp4(interpret: bool, sums: Array, b: Array, load: Any, x: Any, codes: Any, scales: Any) -> Array:
+    """Codes times block scales, which is exact in bfloat16, then one product for each half of the block. 2^-8 of it: see `_e2m1`."""
+    loaded = load(codes, b, pl.ds(0, HALF))
+    for high in (False, True):
+        values = _e2m1(loaded, high, interpret)
+        four = e4m3(load(scales, pl.ds(b * (BLOCK // 16) + 4 * high, 4)), jnp.float32).T
+        four = (four * (1.0 if interpret else 2.0**118)).astype(jnp.bfloat16)[:, :, None]
+        wide = jnp.broadcast_to(four, (values.shape[0], 4, 16)).reshape(values.shape)
+        sums = sums + _dot(x, b * BLOCK + high * HALF, values * wide)
+    return sums
+
+
+def _add_fp8(
+    by_block: bool, interpret: bool, sums: Array, b: Array, load: Any, x: Any, codes: Any, scales: Any
+) -> Array:
+    partial = _dot(x, b * BLOCK, _e4m3(load(codes, b, pl.ds(0, BLOCK)), interpret))
+    if by_block:
+        return _multiply_add(partial, load(scales, b)[None], sums, interpret)
+    return sums + partial
+
+
+def _dot(x: Any, first: Array, values: Array) -> Array:
+    """Rows' inputs from `first` on, as many as `values` [columns, inputs] has -> float32 [16, columns]."""
+    return plgpu.dot(x[:, pl.ds(first, values.shape[1])], values.T)
+
+
+def _counted(codes: Array, high: bool, interpret: bool) -> Array:
+    """128 + the codes in the low or high halves of bytes, in bfloat16."""
+    if interpret:
+        bits = (codes >> 4 if high else codes & 15).astype(jnp.uint16) | jnp.uint16(0x4300)
+        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return _assembly(
+        f"""{{ .reg .b32 c, one; mov.b32 one, 0x43434343;
+        {_nibbles(high)}
+        prmt.b32 $0, c, one, 0x4140; prmt.b32 $1, c, one, 0x4342; }}""",
+        codes,
+    )
+
+
+def _e2m1(codes: Array, high: bool, interpret: bool) -> Array:
+    """Four-bit floats in the low or high halves of bytes, in bfloat16: 2^-126 of them, when sign, exponent and mantissa have been
+    moved to their places there (zero exponents make subnormals); the block's scale makes up for all but 2^8 of that."""
+    if interpret:  # CPUs flush subnormals
+        return e2m1(codes >> 4 if high else codes & 15, jnp.bfloat16) * jnp.bfloat16(2.0**-8)
+    return _assembly(
+        f"""{{ .reg .b32 c, a, b, none; mov.b32 none, 0;
+        {_nibbles(high)}
+        prmt.b32 a, c, none, 0x4140; mul.lo.u32 a, a, 0x1040; and.b32 $0, a, 0x81c081c0;
+        prmt.b32 b, c, none, 0x4342; mul.lo.u32 b, b, 0x1040; and.b32 $1, b, 0x81c081c0; }}""",
+        codes,
+    )
+
+
+def _e4m3(codes: Array, interpret: bool) -> Array:
+    """Bytes as E4M3 numbers, in bfloat16. The conversion instructions run at a sixteenth of the others' rate."""
+    if interpret:
+        return e4m3(codes, jnp.bfloat16)
+    half = "shr.b32 b, a, 4; and.b32 b, b, 0x07f007f0; lop3.b32 a, a, 0x80008000, b, 0xea;"
+    return _assembly(
+        f"""{{ .reg .b32 a, b, big, none; mov.b32 none, 0; mov.b32 big, 0x7b807b80;
+        prmt.b32 a, $2, none, 0x1404; {half} mul.rn.bf16x2 $0, a, big;
+        prmt.b32 a, $2, none, 0x3424; {half} mul.rn.bf16x2 $1, a, big; }}""",
+        codes,
+    )
+
+
+def _nibbles(high: bool) -> str:
+    return f"{'shr.b32 c, $2, 4; and.b32 c, c' if high else 'and.b32 c, $2'}, 0x0f0f0f0f;"
+
+
+def _assembly(code: str, codes: Array) -> Array:
+    """Four bytes to four bfloat16 numbers at a time."""
+    [values] = plgpu.elementwise_inline_asm(
+        code,
+        args=[codes],
+        constraints="=r,=r,r",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
+    )
+    return values
+
+
+def _multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
+    """a * b + c in one instruction, which neither JAX nor the compiler's flags ask for by themselves."""
+    if interpret:
+        return a * b + c
+    [y] = plgpu.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[a, jnp.broadcast_to(b, a.shape), c],
+        constraints="=r,r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
+    )
+    return y
