@@ -65,7 +65,7 @@ def _product(
     parts = _parts(tiles, blocks, programs)
     arrays = [leaf for leaf in (weight.codes, weight.scales, getattr(weight, "zeros", None)) if leaf is not None]
     out = pl.pallas_call(
-        functools.partial(_kernel, _adder(weight, interpret), N, columns, tiles, blocks, programs),
+        functools.partial(_kernel, adder(weight, interpret), N, columns, tiles, blocks, programs),
         grid=(programs,),
         out_shape=jax.ShapeDtypeStruct((parts.max(), ROWS, N), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps or columns // 64, num_stages=3),
@@ -108,18 +108,12 @@ def _kernel(
 
     def tile(t: Array, _: None) -> None:
         place = pl.ds(t * columns, columns)
-        mask = t * columns + jnp.arange(columns) < N if N % columns else None
+        mask = inside(t, columns, N)
 
-        def load(ref: Any, row: Any, inputs: Any = None) -> Array:
-            index = (layer, row, place) if inputs is None else (layer, row, place, inputs)
-            if mask is None:
-                return ref[index]
-            shape = (columns,) if inputs is None else (columns, inputs.size)
-            wide = jnp.broadcast_to(mask.reshape(columns, *[1] * (len(shape) - 1)), shape)
-            return plgpu.load(ref.at[index], mask=wide, other=0)
+        load = functools.partial(load_columns, (layer,), place, mask)
 
         def block(b: Array, sums: Array) -> Array:
-            return add(sums, b, load, x_ref, *weight_refs)
+            return add(sums, b, load, lambda first, count: x_ref[:, pl.ds(first, count)], *weight_refs)
 
         first, last = jnp.maximum(start - t * blocks, 0), jnp.minimum(end - t * blocks, blocks)
         sums = jax.lax.fori_loop(first, last, block, jnp.zeros((ROWS, columns), jnp.float32))
@@ -132,7 +126,24 @@ def _kernel(
     jax.lax.fori_loop(start // blocks, (end + blocks - 1) // blocks, tile, None)
 
 
-def _adder(weight: Packed, interpret: bool) -> Callable[..., Array]:
+def inside(tile: Array, columns: int, N: int) -> Array | None:
+    """Which columns of a tile there are; None where all tiles are whole."""
+    return tile * columns + jnp.arange(columns) < N if N % columns else None
+
+
+def load_columns(lead: tuple[Any, ...], place: Any, mask: Array | None, ref: Any, row: Any, inputs: Any = None) -> Array:
+    """A tile's columns of a row of scales (or of several, [rows, columns]), or of a block's codes, [columns, inputs]."""
+    index = (*lead, row, place) if inputs is None else (*lead, row, place, inputs)
+    if mask is None:
+        return ref[index]
+    if inputs is not None:
+        mask = jnp.broadcast_to(mask[:, None], (place.size, inputs.size))
+    elif isinstance(row, pl.Slice):
+        mask = jnp.broadcast_to(mask, (row.size, place.size))
+    return plgpu.load(ref.at[index], mask=mask, other=0)
+
+
+def adder(weight: Packed, interpret: bool) -> Callable[..., Array]:
     """What adds a block of inputs, times its columns, to the sums [16, columns] so far."""
     match weight:
         case Int4():
@@ -144,7 +155,7 @@ def _adder(weight: Packed, interpret: bool) -> Callable[..., Array]:
 
 
 def _add_int4(
-    group: int, interpret: bool, sums: Array, b: Array, load: Any, x: Any, codes: Any, scales: Any, *zeros: Any
+    group: int, interpret: bool, sums: Array, b: Array, load: Any, x: Callable[..., Array], codes: Any, scales: Any, *zeros: Any
 ) -> Array:
     """Group by group: the sum of exact factors in float32, then its scale."""
     bytes_, groups = min(group, HALF), BLOCK // group
@@ -167,7 +178,7 @@ def _add_int4(
     return sums
 
 
-def _add_nvfp4(interpret: bool, sums: Array, b: Array, load: Any, x: Any, codes: Any, scales: Any) -> Array:
+def _add_nvfp4(interpret: bool, sums: Array, b: Array, load: Any, x: Callable[..., Array], codes: Any, scales: Any) -> Array:
     """Codes times block scales, which is exact in bfloat16, then one product for each half of the block. 2^-8 of it: see `_e2m1`."""
     loaded = load(codes, b, pl.ds(0, HALF))
     for high in (False, True):
@@ -180,7 +191,7 @@ def _add_nvfp4(interpret: bool, sums: Array, b: Array, load: Any, x: Any, codes:
 
 
 def _add_fp8(
-    by_block: bool, interpret: bool, sums: Array, b: Array, load: Any, x: Any, codes: Any, scales: Any
+    by_block: bool, interpret: bool, sums: Array, b: Array, load: Any, x: Callable[..., Array], codes: Any, scales: Any
 ) -> Array:
     partial = _dot(x, b * BLOCK, _e4m3(load(codes, b, pl.ds(0, BLOCK)), interpret))
     if by_block:
@@ -188,9 +199,9 @@ def _add_fp8(
     return sums + partial
 
 
-def _dot(x: Any, first: Array, values: Array) -> Array:
+def _dot(x: Callable[..., Array], first: Array, values: Array) -> Array:
     """Rows' inputs from `first` on, as many as `values` [columns, inputs] has -> float32 [16, columns]."""
-    return plgpu.dot(x[:, pl.ds(first, values.shape[1])], values.T)
+    return plgpu.dot(x(first, values.shape[1]), values.T)
 
 
 def _counted(codes: Array, high: bool, interpret: bool) -> Array:

@@ -1,0 +1,117 @@
+"""Products of up to 16 rows with the experts that each row chose, as one Pallas-Triton kernel.
+
+A program takes a tile of an expert's columns and multiplies all rows that chose the expert at once, so that an expert is read once
+however many rows share it. There is a program for each pair of a row and an expert, and all but the first of an expert end at
+once: nothing is sorted, and nothing waits for what another kernel counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
+from pallas_kernels.w4a16.pack import padded
+from pallas_kernels.w4a16.triton import ROWS, adder, inside, load_columns
+
+
+def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any, **tuning: Any) -> Array:
+    """x [R, K], or [R, k, K] for inputs of each choice, in bfloat16, up to 16 rows; experts [R, k], different ones in a row
+    -> float32 [R, k, N]. A plain weight is [L, E, K, N]."""
+    if layer is None:
+        weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
+    inputs = weight.shape[-2] if isinstance(weight, jax.Array) else padded(x.shape[-1])
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, inputs - x.shape[-1])])
+    return _product(jnp.full(1, layer, jnp.int32), x, weight, experts, **tuning)
+
+
+def fits(x: Array, weight: Packed | Array) -> bool:
+    """Whether the kernel can do it."""
+    whole = weight.shape[-2] % BLOCK == 0 if isinstance(weight, jax.Array) else getattr(weight, "order", None) is None
+    return x.shape[0] <= ROWS and x.dtype == jnp.bfloat16 and whole
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "num_warps", "interpret"))
+def _product(
+    layer: Array,
+    x: Array,
+    weight: Packed | Array,
+    experts: Array,
+    *,
+    columns: int = 64,
+    num_warps: int = 2,
+    interpret: bool = False,
+) -> Array:
+    R, k = experts.shape
+    plain = isinstance(weight, jax.Array)
+    N = weight.shape[-1] if plain else outputs(weight)
+    blocks = x.shape[-1] // BLOCK
+    tuples = x.ndim == 3
+    x = jnp.pad(x, [(0, ROWS - R if not tuples else 0)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, x.shape[-1])
+    wide = jnp.full((ROWS, pl.next_power_of_2(k)), -1, jnp.int32).at[:R, :k].set(experts)
+    add = _add_plain if plain else adder(weight, interpret)
+    arrays = [weight] if plain else [weight.codes, weight.scales]
+    if not plain and getattr(weight, "zeros", None) is not None:
+        arrays.append(weight.zeros)
+    out = pl.pallas_call(
+        functools.partial(_kernel, add, N, columns, blocks, k, tuples),
+        grid=(R * k, pl.cdiv(N, columns)),
+        # One row more, for those that did not choose the expert, and whole tiles.
+        out_shape=jax.ShapeDtypeStruct((R * k + 1, pl.cdiv(N, columns) * columns), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=3),
+        interpret=interpret,
+        name="w4a16_experts",
+    )(layer, wide, x, *arrays)
+    out = out[:-1, :N].reshape(R, k, N)
+    if isinstance(weight, Nvfp4):
+        out = out * (256 * weight.scale[layer[0]][experts])
+    if isinstance(weight, Fp8) and weight.scales.shape[-2] == 1:
+        out = out * weight.scales[layer[0]][experts, 0]
+    return out
+
+
+def _kernel(
+    add: Callable[..., Array],
+    N: int,
+    columns: int,
+    blocks: int,
+    k: int,
+    tuples: bool,
+    layer_ref: Any,
+    experts_ref: Any,
+    x_ref: Any,
+    *refs: Any,
+) -> None:
+    *weight_refs, out_ref = refs
+    pair, tile = pl.program_id(0), pl.program_id(1)
+    expert = experts_ref[pair // k, pair % k]
+    chosen = experts_ref[...] == expert
+    numbers = jnp.arange(ROWS)[:, None] * k + jnp.arange(experts_ref.shape[1])[None]
+    first = jnp.min(jnp.where(chosen, numbers, ROWS * k))
+
+    @pl.when(first == pair)
+    def _() -> None:
+        place, mask = pl.ds(tile * columns, columns), inside(tile, columns, N)
+        pairs = jnp.max(jnp.where(chosen, numbers, -1), axis=1)
+        theirs = jnp.maximum(pairs, 0)
+        load = functools.partial(load_columns, (layer_ref[0], expert), place, mask)
+
+        def read(start: Array, count: int) -> Array:
+            return x_ref[theirs, pl.ds(start, count)] if tuples else x_ref[:, pl.ds(start, count)]
+
+        def block(b: Array, sums: Array) -> Array:
+            return add(sums, b, load, read, *weight_refs)
+
+        sums = jax.lax.fori_loop(0, blocks, block, jnp.zeros((ROWS, columns), jnp.float32))
+        out_ref[jnp.where(pairs < 0, out_ref.shape[0] - 1, pairs), place] = sums
+
+
+def _add_plain(sums: Array, b: Array, load: Any, x: Callable[..., Array], weight: Any) -> Array:
+    return sums + plgpu.dot(x(b * BLOCK, BLOCK), load(weight, pl.ds(b * BLOCK, BLOCK)))
