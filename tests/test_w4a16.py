@@ -10,12 +10,18 @@ import pytest
 
 from pallas_kernels import linear, w4a16
 from pallas_kernels.rows import by_row_group
+from pallas_kernels.w4a16 import triton, triton_experts
 from pallas_kernels.w4a16.forms import Fp8, Int4, Nvfp4
 from pallas_kernels.w4a16.pack import blocks, group_rows, pack_nibbles
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SIZES = ((64, 48), (200, 37), (384, 130))  # inputs, outputs
 KINDS = ("int4 g32", "int4 g64", "int4 g128 zeros", "int4 g64 order", "nvfp4", "fp8", "fp8 blocks")
+
+
+def long(*values):
+    """A case for `make test-all` alone: the interpreter's programs take seconds each to compile."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def bits_of(x: np.ndarray) -> np.ndarray:
@@ -131,17 +137,63 @@ def test_the_smallest_change_of_a_weight_is_noticed(kind):
 def test_experts(kind):
     E, K, N = 4, 200, 37
     weight, values = packed(kind, K, N, (2, E))
-    x, experts = rows_of(6, K), jnp.asarray([3, 0, 0, 2, 3, 0])
-    by_pair = np.asarray(linear.by_expert(x, weight, experts, 1))
-    for r, e in enumerate(np.asarray(experts)):
-        got = by_pair[r].astype(np.float64)
-        assert (np.abs(got - np.asarray(x[r], np.float64) @ values[1, e]) <= bound(x[r], values[1, e])).all()
-        alone = linear.by_expert(x[r : r + 1], weight, experts[r : r + 1], 1)
-        np.testing.assert_array_equal(by_pair[r], alone[0])
-    order = jnp.argsort(experts, stable=True)
-    sizes = jnp.bincount(experts, length=E).astype(jnp.int32)
-    grouped = linear.grouped(x[order], weight, sizes, 1)
-    np.testing.assert_allclose(grouped, by_pair[order], atol=2e-4)
+    x, experts = rows_of(3, K), jnp.asarray([[3, 0], [0, 2], [3, 1]])
+    by_pair = linear.by_expert(x, weight, experts, 1)
+    own = jnp.stack([rows_of(4, K)[:3], rows_of(5, K)[:3]], axis=1)
+    for inputs, out in ((x, by_pair), (own, linear.by_expert(own, weight, experts, 1))):
+        for r, e in np.ndindex(3, 2):
+            row, of = inputs[r] if inputs.ndim == 2 else inputs[r, e], values[1, experts[r, e]]
+            got = np.asarray(out[r, e], np.float64)
+            assert (np.abs(got - np.asarray(row, np.float64) @ of) <= bound(row, of)).all()
+    for r in range(3):
+        np.testing.assert_array_equal(by_pair[r], linear.by_expert(x[r : r + 1], weight, experts[r : r + 1], 1)[0])
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=E).astype(jnp.int32)
+    grouped = linear.grouped(jnp.repeat(x, 2, axis=0)[order], weight, sizes, 1)
+    np.testing.assert_allclose(grouped, by_pair.reshape(6, N)[order], atol=2e-4)
+
+
+# ---- the GPU's kernels, by Pallas' interpreter -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("K, N, columns, programs", ((200, 130, 64, 4), long(384, 130, 128, 5), long(64, 37, 64, 1)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel(kind, K, N, columns, programs):
+    """Programs with parts of tiles, tiles that are not whole, inputs that do not fill their last block."""
+    weight, values = packed(kind, K, N)
+    x = rows_of(5, K, "bfloat16")
+    got = triton.product(x, weight, None, columns=columns, programs=programs, interpret=True)
+    assert (np.abs(np.asarray(got, np.float64) - np.asarray(x, np.float64) @ values) <= bound(x, values)).all()
+
+
+@pytest.mark.parametrize("kind", ("int4 g128 zeros", long("nvfp4"), long("fp8")))
+def test_kernel_rows_together_equal_rows_alone(kind):
+    weight, _ = packed(kind, 200, 37)
+    x = rows_of(16, 200, "bfloat16")
+    run = functools.partial(triton.product, weight=weight, layer=None, columns=64, programs=2, interpret=True)
+    whole = run(x)
+    for R in (1, 3, 16):
+        np.testing.assert_array_equal(run(x[-R:]), whole[-R:])
+
+
+@pytest.mark.parametrize("kind", ("int4 g128 zeros", "plain", *map(long, ("int4 g64", "nvfp4", "fp8", "fp8 blocks"))))
+def test_kernel_of_experts(kind):
+    E, K, N = 5, 256, 130
+    rng = np.random.default_rng(0)
+    if kind == "plain":
+        weight = jnp.asarray(rng.normal(size=(2, E, K, N)), jnp.bfloat16)
+        values = np.asarray(weight, np.float64)
+    else:
+        weight, values = packed(kind, K, N, (2, E))
+    experts = jnp.asarray([rng.permutation(E)[:3] for _ in range(5)], jnp.int32)
+    for x in (rows_of(5, K, "bfloat16"), rows_of(15, K, "bfloat16").reshape(5, 3, K)):
+        got = np.asarray(triton_experts.expert_product(x, weight, experts, 1, interpret=True), np.float64)
+        for r, j in np.ndindex(5, 3):
+            row, of = x[r] if x.ndim == 2 else x[r, j], values[1, experts[r, j]]
+            assert (np.abs(got[r, j] - np.asarray(row, np.float64) @ of) <= bound(row, of)).all()
+        alone = triton_experts.expert_product(x[2:3], weight, experts[2:3], 1, interpret=True)
+        np.testing.assert_array_equal(alone[0], got[2].astype(np.float32))
 
 
 def test_forms_side_by_side_and_by_layer():

@@ -68,10 +68,8 @@ class MoeFeedForward(Block):
         return weights.astype(x.dtype), experts
 
     def _by_pair(self, x: Array, experts: Array, i: int) -> Array:
-        k = experts.shape[1]
-        product = lambda a, w: linear.by_expert(a, w, experts.reshape(-1), i).astype(x.dtype)  # noqa: E731
-        out = product(gated(product(jnp.repeat(x, k, axis=0), self.gate_up)), self.down)
-        return out.reshape(x.shape[0], k, -1)
+        product = lambda a, w: linear.by_expert(a, w, experts, i).astype(x.dtype)  # noqa: E731
+        return product(gated(product(x, self.gate_up)), self.down)
 
     def _grouped(self, x: Array, experts: Array, i: int) -> Array:
         k = experts.shape[1]

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import w4a16
 from pallas_kernels.linear import reference
 from pallas_kernels.registry import choose
+from pallas_kernels.w4a16 import triton_experts
 from pallas_kernels.w4a16.forms import ByLayer, Packed, SideBySide
 
 IMPLEMENTATIONS = {"reference": reference.linear}
+BY_EXPERT = {"reference": reference.by_expert, "triton": triton_experts.expert_product}
 
 
 def linear(
@@ -41,16 +42,23 @@ def linear(
 
 
 def by_expert(
-    x: Float[Array, "R D"], weight: Any, experts: Int[Array, " R"], layer: int | None = None
-) -> Float[Array, "R N"]:
-    """Row r times expert `experts[r]` of a weight [E, D, N], in float32. A row's bits depend on that row and its expert alone."""
+    x: Float[Array, "R *k D"],
+    weight: Any,
+    experts: Int[Array, "R k"],
+    layer: int | None = None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "R k N"]:
+    """Row r, or for each of its experts an input of its own, times the experts `experts[r]` of a weight [E, D, N], in float32. Bits
+    depend on the row and the expert alone."""
     weight, layer = at(weight, layer)
     if isinstance(weight, SideBySide):
-        return jnp.concatenate([by_expert(x, part, experts, layer) for part in weight.parts], axis=-1)
+        parts = [by_expert(x, part, experts, layer, implementation=implementation) for part in weight.parts]
+        return jnp.concatenate(parts, axis=-1)
     if isinstance(weight, Packed):
-        return w4a16.expert_product(x, weight, experts, layer)
-    weight = _layer(weight, layer)
-    return jax.lax.map(lambda pair: reference.linear(pair[0][None], weight[pair[1]], False)[0], (x, experts))
+        return w4a16.expert_product(x, weight, experts, layer, implementation=implementation)
+    by_platform = {"gpu": "triton"} if triton_experts.fits(x, weight) else {}
+    return choose("by_expert", BY_EXPERT, implementation, by_platform)(x, weight, experts, layer)
 
 
 def grouped(

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.w4a16.reference import by_pair
+
 
 def linear(x: Array, weight: Array, transposed: bool) -> Array:
     contract = (((x.ndim - 1,), (1 if transposed else 0,)), ((), ()))
@@ -16,3 +18,8 @@ def grouped(x: Array, weight: Array, sizes: Array) -> Array:
 
 def _precision(x: Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # no TF32
+
+
+def by_expert(x: Array, weight: Array, experts: Array, layer: int | None) -> Array:
+    weight = weight if layer is None else weight[layer]
+    return by_pair(x, experts, lambda row, expert: linear(row[None], weight[expert], False)[0])

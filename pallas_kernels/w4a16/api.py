@@ -8,13 +8,13 @@ from jax import Array
 from jaxtyping import DTypeLike, Float, Float32, Int
 
 from pallas_kernels.registry import choose
-from pallas_kernels.w4a16 import reference, triton
+from pallas_kernels.w4a16 import reference, triton, triton_experts
 from pallas_kernels.w4a16.forms import Packed
 
 Layer = Int[Array, ""] | int | None
 
 PRODUCTS = {"reference": reference.product, "triton": triton.product}
-EXPERT_PRODUCTS = {"reference": reference.expert_product}
+EXPERT_PRODUCTS = {"reference": reference.expert_product, "triton": triton_experts.expert_product}
 GROUPED_PRODUCTS = {"reference": reference.grouped_product}
 
 
@@ -27,15 +27,17 @@ def product(
 
 
 def expert_product(
-    x: Float[Array, "R K"],
+    x: Float[Array, "R *k K"],
     weight: Packed,
-    experts: Int[Array, " R"],
+    experts: Int[Array, "R k"],
     layer: Layer = None,
     *,
     implementation: str | None = None,
-) -> Float32[Array, "R N"]:
-    """Row r times expert `experts[r]`. A row's bits depend on that row and its expert alone: decoding."""
-    return choose("w4a16 expert product", EXPERT_PRODUCTS, implementation, {})(x, weight, experts, layer)
+) -> Float32[Array, "R k N"]:
+    """Row r, or for each of its experts an input of its own, times the experts `experts[r]`, all different: decoding. Bits depend
+    on the row and the expert alone; the kernel reads an expert once for all rows."""
+    by_platform = {"gpu": "triton"} if triton_experts.fits(x, weight) else {}
+    return choose("w4a16 expert product", EXPERT_PRODUCTS, implementation, by_platform)(x, weight, experts, layer)
 
 
 def grouped_product(

@@ -98,7 +98,15 @@ def _fp8_block(total: Array, xs: tuple[Array, Array, Array | None]) -> tuple[Arr
 
 def expert_product(x: Array, weight: Packed, experts: Array, layer: Any) -> Array:
     weight = weight if layer is None else _of(weight, layer)
-    return jax.lax.map(lambda pair: product(pair[0][None], _of(weight, pair[1]), None)[0], (x, experts))
+    return by_pair(x, experts, lambda row, expert: product(row[None], _of(weight, expert), None)[0])
+
+
+def by_pair(x: Array, experts: Array, f: Any) -> Array:
+    """`f(row, expert)` for every row [K] and each of its experts, one after another: x [R, K] or [R, k, K], experts [R, k]."""
+    R, k = experts.shape
+    rows = jnp.broadcast_to(x[:, None], (R, k, x.shape[-1])) if x.ndim == 2 else x
+    out = jax.lax.map(lambda pair: f(*pair), (rows.reshape(R * k, -1), experts.reshape(-1)))
+    return out.reshape(R, k, -1)
 
 
 def grouped_product(x: Array, weight: Packed, sizes: Array, layer: Any) -> Array:

@@ -31,8 +31,8 @@ HALF = BLOCK // 2
 
 
 def product(x: Array, weight: Packed, layer: Any, **tuning: Any) -> Array:
-    """x [R, K] in bfloat16 -> float32 [R, N]. Up to 16 rows run in the kernel; more are bound by the matrix units, which the library
-    feeds best from a decoded weight."""
+    """x [R, K] in bfloat16 -> float32 [R, N]. Up to 16 rows run in the kernel; more are bound by the matrix units, which the
+    library feeds best from a decoded weight."""
     if layer is None:
         weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
     if isinstance(weight, Int4) and weight.order is not None:
@@ -131,7 +131,9 @@ def inside(tile: Array, columns: int, N: int) -> Array | None:
     return tile * columns + jnp.arange(columns) < N if N % columns else None
 
 
-def load_columns(lead: tuple[Any, ...], place: Any, mask: Array | None, ref: Any, row: Any, inputs: Any = None) -> Array:
+def load_columns(
+    lead: tuple[Any, ...], place: Any, mask: Array | None, ref: Any, row: Any, inputs: Any = None
+) -> Array:
     """A tile's columns of a row of scales (or of several, [rows, columns]), or of a block's codes, [columns, inputs]."""
     index = (*lead, row, place) if inputs is None else (*lead, row, place, inputs)
     if mask is None:
@@ -155,7 +157,15 @@ def adder(weight: Packed, interpret: bool) -> Callable[..., Array]:
 
 
 def _add_int4(
-    group: int, interpret: bool, sums: Array, b: Array, load: Any, x: Callable[..., Array], codes: Any, scales: Any, *zeros: Any
+    group: int,
+    interpret: bool,
+    sums: Array,
+    b: Array,
+    load: Any,
+    x: Callable[..., Array],
+    codes: Any,
+    scales: Any,
+    *zeros: Any,
 ) -> Array:
     """Group by group: the sum of exact factors in float32, then its scale."""
     bytes_, groups = min(group, HALF), BLOCK // group
@@ -178,8 +188,10 @@ def _add_int4(
     return sums
 
 
-def _add_nvfp4(interpret: bool, sums: Array, b: Array, load: Any, x: Callable[..., Array], codes: Any, scales: Any) -> Array:
-    """Codes times block scales, which is exact in bfloat16, then one product for each half of the block. 2^-8 of it: see `_e2m1`."""
+def _add_nvfp4(
+    interpret: bool, sums: Array, b: Array, load: Any, x: Callable[..., Array], codes: Any, scales: Any
+) -> Array:
+    """Codes times block scales, which is exact in bfloat16, then one product for each half of the block; 2^-8 of it (`_e2m1`)."""
     loaded = load(codes, b, pl.ds(0, HALF))
     for high in (False, True):
         values = _e2m1(loaded, high, interpret)
