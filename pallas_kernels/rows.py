@@ -7,7 +7,8 @@ contracts. Here rows always pass in groups of one fixed size. A row's result the
 On a CPU each group is an iteration of a loop whose bound is known only at run time: the body is compiled by itself, with the same
 shapes in every executable, and groups without rows cost nothing. On a GPU, where rows that pad a group are free, the caller
 pads its rows once (`bucket`), and the groups follow one another without a loop: for one group, the program is the same line by
-line whatever the rows are.
+line whatever the rows are. Barriers keep groups apart there: side by side, XLA would make one fusion of two groups' norms, whose
+sums are split otherwise than those of one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) 
     R = rows[0].shape[0]
     if jax.default_backend() == "gpu":
         padded = [pad_rows(x, bucket(R, group)) for x in rows]
-        parts = [f(*(x[i : i + group] for x in padded)) for i in range(0, bucket(R, group), group)]
+        parts: list[Any] = []
+        for i in range(0, bucket(R, group), group):
+            given = [x[i : i + group] for x in padded]
+            # Waits for the group before, and for nothing to be fused with what stands around.
+            given, _ = jax.lax.optimization_barrier((given, parts[-1:]))
+            parts.append(f(*given))
+        parts = jax.lax.optimization_barrier(parts)
         return jax.tree.map(lambda *ys: (ys[0] if len(ys) == 1 else jnp.concatenate(ys))[:R], *parts)
     # With one group more than there are rows for, a slice is never the whole: it would be simplified away, and a body that
     # does not depend on the iteration is moved out of the loop and compiled with what stands there.

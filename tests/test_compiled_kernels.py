@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import deviceless
+import jax
+import jax.numpy as jnp
 import pytest
-from deviceless import CAPTURE, assert_fits, assert_in_place, compile_for
+from deviceless import CAPTURE, assert_fits, assert_in_place, assert_wide_loads, compile_for
 
+from atlas_jax.models.layers import rms_norm
+from pallas_kernels import w4a16
 from pallas_kernels.gated_delta import arg_specs as gated
 from pallas_kernels.gated_delta import triton as step_kernel
+from pallas_kernels.registry import GPU_OPTIONS
+from pallas_kernels.rows import by_row_group
 
 pytestmark = pytest.mark.skipif(deviceless.packages() is None, reason=deviceless.MISSING)
 MORE = [("h200", "27b", 1), ("h200", "27b", 17), ("gb10", "27b", 1), ("gb10", "27b", 4)]
@@ -34,3 +41,64 @@ def test_the_step_fits_and_moves_its_state_sixteen_bytes_at_a_time_in_place(targ
     (kernel,) = compiled.kernels("gated_delta_step*")
     tile, threads = 4 * 16 * gated.SHAPES[name].Dk, 4 * 32
     assert kernel.loads[16] * 16 * threads == tile == kernel.stores[16] * 16 * threads
+
+
+# ---- products with packed weights --------------------------------------------------------------------------------------
+
+
+def packed(form: str) -> w4a16.Int4 | w4a16.Nvfp4 | w4a16.Fp8:
+    L, blocks, N = 2, 40, 34816
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct((L, *shape), dtype)  # noqa: E731
+    if form == "fp8":
+        return w4a16.Fp8(of(jnp.uint8, blocks, N, 128), of(jnp.float32, 1, N))
+    codes = of(jnp.uint8, blocks, N, 64)
+    if form == "nvfp4":
+        return w4a16.Nvfp4(codes, of(jnp.uint8, 8 * blocks, N), of(jnp.float32, N))
+    groups = blocks * 128 // int(form[1:4])
+    return w4a16.Int4(codes, of(jnp.bfloat16, groups, N), of(jnp.uint8, groups, N) if form.endswith("z") else None)
+
+
+def product(x, weight):
+    return w4a16.product(x, weight, 1)
+
+
+PRODUCTS = [("h200", "g128"), ("gb10", "nvfp4")]
+MORE = [(t, form) for t in ("h200", "gb10") for form in ("g128", "g128z", "g064", "g032", "nvfp4", "fp8")]
+
+
+@pytest.mark.parametrize(
+    ("target", "form"), PRODUCTS + [pytest.param(*x, marks=pytest.mark.long) for x in MORE if x not in PRODUCTS]
+)
+def test_products_with_packed_weights_fit_and_load_sixteen_bytes_at_a_time(target, form):
+    x = jax.ShapeDtypeStruct((16, 5120), jnp.bfloat16)
+    compiled = compile_for(target, product, x, packed(form))
+    assert_fits(compiled)
+    assert_wide_loads(compiled, "w4a16_product*")
+    assert not compiled.copies()  # the layer is read out of its stack
+
+
+# ---- row groups --------------------------------------------------------------------------------------------------------
+
+
+def layers(x, count, weight, norm):
+    for _ in range(2):
+        x = by_row_group(lambda y: y + times(rms_norm(y, norm, 1e-6), weight), 16, count, x)
+    return x
+
+
+def times(x, weight):
+    return jax.lax.dot_general(x, weight, (((1,), (0,)), ((), ())), precision="highest")
+
+
+def test_each_row_group_is_computed_as_one_alone_is():
+    """XLA would join the norms of two groups in one fusion, whose sums are split otherwise: other bits than one group's."""
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    kinds = {}
+    for R in (16, 32):
+        rest = jax.ShapeDtypeStruct((), jnp.int32), of(64, 64), of(64)
+        compiled = compile_for("h200", layers, of(R, 64), *rest, compiler_options=GPU_OPTIONS)
+        entry = compiled.hlo[compiled.hlo.index("ENTRY") :]
+        found = re.findall(r" = (\S+) (?:fusion|custom-call)\(.*?(kind=kCustom|kind=kInput|cublas)", entry)
+        kinds[R] = sorted(found)
+    assert kinds[16], "nothing was found to compare"
+    assert kinds[32] == sorted(2 * kinds[16])
