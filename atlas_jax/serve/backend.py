@@ -152,9 +152,6 @@ class Backend:
                 f"This model's maximum context length is {limit} tokens. The prompt has {size} and {max_tokens} more were "
                 "asked for; shorten the prompt or ask for fewer."
             )
-        for name in ("drafter", "drafts"):
-            if options.get("drafter") is None and options.get("drafts") is None:
-                options[name] = getattr(self.config, name)
         limits = [seconds for seconds in (deadline_s, self.config.request_timeout_s) if seconds is not None]
         request = engine.request(
             prompt.ids,

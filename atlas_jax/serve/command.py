@@ -74,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
         write_timeout_s=args.write_timeout,
         drain_timeout_s=args.drain_timeout,
         log_requests=args.log_requests,
-        drafter=args.drafter,
-        drafts=args.drafts,
     )
     logging.basicConfig(
         level=logging.INFO if args.log_requests else logging.WARNING, format="%(asctime)s %(name)s %(message)s"
@@ -93,7 +91,7 @@ def make_engine(args: argparse.Namespace) -> Any:
 
     with Progress() as progress:
         runtime = cli.load(args, progress)
-        return Engine(runtime, EngineConfig(max_waiting=args.max_waiting))
+        return Engine(runtime, EngineConfig(drafter=args.drafter, drafts=args.drafts, max_waiting=args.max_waiting))
 
 
 def _tell(text: str) -> None:

@@ -59,7 +59,6 @@ class ServeConfig:
         write_timeout_s: a client that takes nothing for so long is given up.
         request_timeout_s: the longest a request may take, waiting included; None: no limit.
         drain_timeout_s: how long answers may go on after SIGTERM.
-        drafter, drafts: of requests that name none; None: the runtime's defaults.
         log_requests: logs what users send and get. Nothing of it is logged otherwise.
     """
 
@@ -78,8 +77,6 @@ class ServeConfig:
     write_timeout_s: float = 30.0
     request_timeout_s: float | None = None
     drain_timeout_s: float = 60.0
-    drafter: str | None = None
-    drafts: int | str | None = None
     log_requests: bool = False
 
     def __post_init__(self) -> None:
