@@ -119,11 +119,11 @@ async def serve(config: ServeConfig, make: Callable[[], EngineApi], tell: Callab
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await servers.start()
-    tell(f"listening: {servers.where}; loading the model")
-    loading = asyncio.create_task(servers.load(make))
     waiting = asyncio.create_task(ending.wait())
     try:
+        await servers.start()
+        tell(f"listening: {servers.where}; loading the model")
+        loading = asyncio.create_task(servers.load(make))
         await asyncio.wait((loading, waiting), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()  # raises what loading raised
@@ -141,16 +141,18 @@ def _listen(config: ServeConfig) -> socket.socket:
     host, port = config.http.host, config.http.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # What was sent to a client that stopped reading is not kept for ever. Far beyond the write timeout, since the kernel
-            # counts in probes and was seen to give up after a quarter of this.
-            patience_ms = 1000 * max(60, math.ceil(4 * config.write_timeout_s))
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
-        listening.bind(address)
-        listening.listen(1024)
-        return listening
+        with contextlib.ExitStack() as undo:
+            listening = undo.enter_context(socket.socket(family, kind, protocol))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                # What was sent to a client that stopped reading is not kept for ever. Far beyond the write timeout, since the
+                # kernel counts in probes and was seen to give up after a quarter of this.
+                patience_ms = 1000 * max(60, math.ceil(4 * config.write_timeout_s))
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+            listening.bind(address)
+            listening.listen(1024)
+            undo.pop_all()
+            return listening
     except OSError as error:
         raise ConfigError(f"HTTP cannot listen at {config.http}: {error.strerror or error}") from None
 

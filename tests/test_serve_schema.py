@@ -1,0 +1,31 @@
+"""The HTTP server against its own OpenAPI description: schemathesis makes the requests."""
+
+import httpx
+import hypothesis
+import pytest
+from fake_engine import FakeEngine
+from serving import KEY, running
+
+schemathesis = pytest.importorskip("schemathesis")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of schemathesis
+def test_answers_are_as_described():
+    with running(FakeEngine(), grpc=None, keys=(KEY,)) as server:
+        url, headers = f"http://127.0.0.1:{server.http_port}", {"authorization": f"Bearer {KEY}"}
+        schema = schemathesis.openapi.from_dict(httpx.get(url + "/openapi.json").json())
+        seen = set()
+        for operation in [result.ok() for result in schema.get_all_operations()]:
+
+            @hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+            @hypothesis.given(case=operation.as_strategy())
+            def check(case):
+                response = case.call(base_url=url, headers=headers)
+                seen.add((case.operation.path, response.status_code))
+                case.validate_response(response)
+
+            check()
+        assert {path for path, _ in seen} == set(httpx.get(url + "/openapi.json").json()["paths"])
+        assert not any(status >= 500 for _, status in seen)
+        assert ("/v1/completions", 400) in seen
