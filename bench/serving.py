@@ -132,7 +132,9 @@ async def by_http(args: argparse.Namespace, address: str) -> list[dict[str, floa
     async with httpx.AsyncClient(base_url=f"http://{address}", timeout=None, limits=limits) as client:
 
         async def send(prompt: list[int], tokens: int, stream: Stream) -> None:
-            body = dict(model=NAME, prompt=prompt, max_tokens=tokens, ignore_eos=True, temperature=0, stream=True)
+            body: dict[str, Any] = dict(
+                model=NAME, prompt=prompt, max_tokens=tokens, ignore_eos=True, temperature=0, stream=True
+            )
             body["stream_options"] = dict(include_usage=True)
             times = list[float]()
             async with client.stream("POST", "/v1/completions", json=body) as response:

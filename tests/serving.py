@@ -42,7 +42,7 @@ def running(engine: Any, **options: Any) -> Iterator[Servers]:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    up.wait(60)
+    up.wait(600)
     if "error" in box:
         raise box["error"]
     box["servers"].loop = loop

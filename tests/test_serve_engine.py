@@ -33,10 +33,20 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SAMPLED: dict[str, Any] = dict(temperature=0.9, top_k=40, seed=11)
 
 
+class Served(Letters):
+    """What the servers ask for besides."""
+
+    directory = pathlib.Path("nowhere")
+    templates: dict[str, str] = {}  # noqa: RUF012
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(32 + token_id).encode()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
-    runtime = Runtime(CONFIG, SMALL, params_of(CONFIG, SMALL), Letters())
-    with running(Engine(runtime, EngineConfig(max_waiting=256)), max_batch=64) as servers:
+    runtime = Runtime(CONFIG, SMALL, params_of(CONFIG, SMALL), Served())
+    with running(Engine(runtime, EngineConfig(buckets=(4,), max_waiting=256)), max_batch=64) as servers:
         yield servers
 
 
@@ -124,6 +134,7 @@ def test_usage_tells_of_cache_and_drafts(server):
             assert details and details.accepted_prediction_tokens is not None
 
 
+@pytest.mark.long  # compiles what log-probabilities need
 def test_scores_and_echoes_agree(server):
     prompt = [5, 6, 7, 8, 9]
 

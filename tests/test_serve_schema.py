@@ -1,11 +1,14 @@
 """The HTTP server against its own OpenAPI description: schemathesis makes the requests."""
 
+from typing import Any
+
 import httpx
 import hypothesis
 import pytest
 from fake_engine import FakeEngine
 from serving import KEY, running
 
+ALL: Any = hypothesis.HealthCheck
 schemathesis = pytest.importorskip("schemathesis")
 
 
@@ -18,7 +21,7 @@ def test_answers_are_as_described():
         seen = set()
         for operation in [result.ok() for result in schema.get_all_operations()]:
 
-            @hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+            @hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=[*ALL])
             @hypothesis.given(case=operation.as_strategy())
             def check(case):
                 response = case.call(base_url=url, headers=headers)

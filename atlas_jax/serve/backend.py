@@ -153,10 +153,10 @@ class Backend:
                 "asked for; shorten the prompt or ask for fewer."
             )
         limits = [seconds for seconds in (deadline_s, self.config.request_timeout_s) if seconds is not None]
+        options["deadline_s"] = min(limits, default=None)
         request = engine.request(
             prompt.ids,
             max_tokens=limit - size if max_tokens is None else max_tokens,
-            deadline_s=min(limits, default=None),
             **{name: value for name, value in options.items() if value is not None},
         )
         return dataclasses.replace(request, history=prompt.history)
