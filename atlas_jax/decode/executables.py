@@ -69,6 +69,29 @@ class Executables:
         )
         return self.get(key, function, (params, state, slots, SCALAR), (1,))
 
+    def guided(
+        self,
+        drafter: Drafter,
+        K: int,
+        n_top: int | None,
+        params: Any,
+        state: DecodeState,
+        slots: Array | jax.ShapeDtypeStruct,
+    ) -> tuple[Any, Any]:
+        """A round in two dispatches: (params, state, slots) -> (state, Rows), and (params, state, slots, Rows, masks) ->
+        (state, Emitted, finish)."""
+        B, V = slots.shape[0], self.model.config.vocab_size
+        shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)  # noqa: E731
+        key = (f"rows={K}", f"sequences={B}", drafter.name, drafter, _structure(state))
+        draft = functools.partial(rounds.guided_rows, self.model, drafter, K)
+        verify = functools.partial(rounds.guided_round, self.model, drafter, n_top)
+        rows = rounds.Rows(shape(B, K), shape(B), shape(B, K - 1))  # pyright: ignore[reportArgumentType]
+        logged = "" if n_top is None else f"logprobs={n_top}"
+        return (
+            self.get(("draft", *key), draft, (params, state, slots), (1,)),
+            self.get(("guided", *key, logged), verify, (params, state, slots, rows, shape(B, K, -(-V // 32))), (1,)),
+        )
+
     def prefill(self, size: int, params: Any, state: DecodeState) -> Any:
         """(params, state, slot, tokens [size], n) -> state."""
 

@@ -110,15 +110,19 @@ class Group:
             rounds.append(max(1, int(dispatch_s / known)) if known else 1)
         if not all(live.emitted for live in lives):
             rounds.append(1)  # the first token need not wait for others
-        slots = tuple(live.slot for live in lives) + (0,) * (bucket - len(lives))
-        if slots != self._slots[0]:
-            self._slots = slots, jnp.asarray(np.asarray(slots, np.int32))
+        slots = self._on_device(lives, bucket)
         run = self.loop.dispatcher(self.drafter, rows, n_top, bucket)
         count = np.int32(min(r for r in rounds if r is not None))
         launched, before = time.perf_counter(), self.loop.last
-        results = self.loop.dispatch(self.drafter, run, self._slots[1], count)
+        results = self.loop.dispatch(self.drafter, run, slots, count)
         flight = self.loop.last = Flight(lives, policy, rows, launched, before, results)
         self._flying.append(flight)
+
+    def _on_device(self, lives: list[Live], bucket: int) -> Any:
+        slots = tuple(live.slot for live in lives) + (0,) * (bucket - len(lives))
+        if slots != self._slots[0]:
+            self._slots = slots, jnp.asarray(np.asarray(slots, np.int32))
+        return self._slots[1]
 
     def _read(self) -> list[tuple[Live, Step]]:
         flight = self._flying.popleft()
@@ -131,6 +135,11 @@ class Group:
             taken = began - max(flight.launched, before.ended)
             if began - asked < 0.2 * taken:
                 taken = None  # a host that found the results ready does not know when they were
+        return self._take(flight, emitted, finish, taken)
+
+    def _take(self, flight: Flight, emitted: Any, finish: Any, taken: float | None) -> list[tuple[Live, Step]]:
+        """Learns from what a dispatch emitted, in `taken` seconds, and parts it among its sequences."""
+        began = time.perf_counter()
         here = [b for b, live in enumerate(flight.lives) if live.finish_reason is None]
         outcome = _outcome(flight, here, emitted, taken)
         flight.policy.observe(outcome)

@@ -5,13 +5,33 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from atlas_jax.cache.prefix import Lease, Sequence
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.state import FINISH_REASONS, RUNNING
+
+
+@runtime_checkable
+class Guide(Protocol):
+    """What restricts a sequence's tokens."""
+
+    def masks(self, drafts: list[int], n_rows: int, masks: np.ndarray) -> int:
+        """Fills `masks` [K, ceil(V / 32)], int32: row t with the tokens that may follow the first t drafts, as bits. Rows behind a
+        draft that is not allowed are left out. Returns how many rows are left of `n_rows`, 1 at least."""
+        ...
+
+    def take(self, token_ids: list[int]) -> None:
+        """Goes on by tokens that were emitted. The sequence goes on after them."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on; empty where it can."""
+        ...
+
 
 Cut = Callable[[int, list[int]], int | None]
 
@@ -58,6 +78,7 @@ class Live:
         started: its prompt is computed, rounds may run.
         emitted: whether a token has come.
         finish_reason: once it has ended.
+        guide: restricts its tokens; rounds then take two dispatches.
     """
 
     index: int
@@ -71,6 +92,7 @@ class Live:
     started: bool = False
     emitted: bool = False
     finish_reason: str | None = None
+    guide: Guide | None = None
 
     @property
     def left(self) -> int:

@@ -199,16 +199,22 @@ class Loop:
         slots = jax.ShapeDtypeStruct((bucket,), jnp.int32)
         return self.executables.dispatch(drafter, rows, n_top, self.params, self._with_drafter(drafter), slots)
 
+    def guided(self, drafter: Drafter, rows: int, n_top: int | None, bucket: int) -> tuple[Any, Any]:
+        """The executables of a round of sequences with guides, compiled if they are new: see `Executables.guided`."""
+        slots = jax.ShapeDtypeStruct((bucket,), jnp.int32)
+        return self.executables.guided(drafter, rows, n_top, self.params, self._with_drafter(drafter), slots)
+
     def shapes(self, drafter: Drafter) -> DecodeState:
         """Of the state that a dispatch with this drafter takes; for `compile_dispatch`."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._with_drafter(drafter))
 
     def compile_dispatch(
-        self, drafter: Drafter, rows: int, n_top: int | None, bucket: int, shapes: DecodeState
+        self, drafter: Drafter, rows: int, n_top: int | None, bucket: int, shapes: DecodeState, guided: bool = False
     ) -> None:
-        """What `dispatcher` does on first use, from any thread."""
+        """What `dispatcher` or `guided` does on first use, from any thread."""
         slots = jax.ShapeDtypeStruct((bucket,), jnp.int32)
-        self.executables.dispatch(drafter, rows, n_top, self.params, shapes, slots)
+        compile = self.executables.guided if guided else self.executables.dispatch
+        compile(drafter, rows, n_top, self.params, shapes, slots)
 
     def compile_score(self, n_top: int, shapes: DecodeState) -> None:
         """What `score` does on first use, from any thread."""
@@ -226,12 +232,12 @@ class Loop:
         for size in sorted(self._sizes()):
             self.executables.prefill(size, self.params, state)
 
-    def dispatch(self, drafter: Drafter, run: Any, slots: Any, rounds: Any) -> Any:
-        """Launches one; returns what it emitted and why each sequence finished, still on the device."""
-        state, emitted, finish = run(self.params, self._with_drafter(drafter), slots, rounds)
+    def dispatch(self, drafter: Drafter, run: Any, *args: Any) -> tuple[Any, ...]:
+        """Launches one; returns what it returns beside the state, still on the device."""
+        state, *results = run(self.params, self._with_drafter(drafter), *args)
         self._state, self._drafters[drafter] = dataclasses.replace(state, drafter=()), state.drafter
         self.dispatches += 1
-        return emitted, finish
+        return tuple(results)
 
     def doubt(self, error: BaseException) -> bool:
         """After an error: gives the state up if a step has consumed it, or may have failed on the device. Returns whether it is

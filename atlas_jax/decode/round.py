@@ -33,6 +33,14 @@ class Emitted(NamedTuple):
     top_ids: Int[Array, "rounds B K n"]
 
 
+class Rows(NamedTuple):
+    """What a verify of B sequences reads."""
+
+    tokens: Int[Array, "B K"]  # the last emitted token and drafts
+    n_rows: Int[Array, " B"]
+    source: Int[Array, "B drafts"]  # of the drafts, members of `Source`
+
+
 class Accepted(NamedTuple):
     """The accept rule's verdict on B sequences."""
 
@@ -189,6 +197,14 @@ def run_round(
     slots: Int[Array, " B"],
 ) -> tuple[DecodeState, Any]:
     """One round of B sequences with verifies of up to K rows. Returns the state and one round of `Emitted`."""
+    state, rows = draft_rows(model, params, drafter, K, state, slots)
+    return verify_rows(model, params, drafter, n_top, state, slots, rows)
+
+
+def draft_rows(
+    model: HybridModel, params: Any, drafter: Drafter, K: int, state: DecodeState, slots: Int[Array, " B"]
+) -> tuple[DecodeState, Rows]:
+    """The first half of a round: what the verify is to read."""
     B = slots.shape[0]
     length = state.target.length[slots]
     last = jnp.take_along_axis(state.tokens[slots], length[:, None], axis=1)
@@ -202,10 +218,29 @@ def run_round(
         n_rows, source = 1 + proposal.count, jnp.asarray(proposal.source)
     room = jnp.minimum(state.remaining[slots], target.capacity - length)
     n_rows = jnp.where(running, jnp.minimum(n_rows, room), 0)
+    return dataclasses.replace(state, target=target, drafter=drafter_state), Rows(tokens, n_rows, source)
 
+
+def verify_rows(
+    model: HybridModel,
+    params: Any,
+    drafter: Drafter,
+    n_top: int | None,
+    state: DecodeState,
+    slots: Int[Array, " B"],
+    rows: Rows,
+    masks: Int[Array, "B K words"] | None = None,
+) -> tuple[DecodeState, Any]:
+    """The second half: verify, accept, commit. Bit v % 32 of word v // 32 of a row's mask says whether token v may be picked."""
+    tokens, n_rows, source = rows
+    K = tokens.shape[1]
+    target = state.target
+    length = target.length[slots]
+    running = state.finish[slots] == RUNNING
     logits, hidden, target = call(model, params, target, slots, tokens, n_rows, method="verify")
     finite = jnp.isfinite(logits).all(-1) | (jnp.arange(K) >= n_rows[:, None])
-    picks = sampling.pick(state.requests, slots, logits, tokens, length + 1, n_rows, model.row_group)
+    chosen_from = logits if masks is None else jnp.where(_bits(masks, logits.shape[-1]), logits, -jnp.inf)
+    picks = sampling.pick(state.requests, slots, chosen_from, tokens, length + 1, n_rows, model.row_group)
     verdict = accept(tokens, picks, finite, n_rows, state.remaining[slots], state.stop_ids[slots], state.finish[slots])
     n = verdict.emitted
     scored = (verdict.matches, verdict.accepted, n)
@@ -235,11 +270,37 @@ def run_round(
         target=target,
         requests=sampling.count_tokens(requests.put_at("tokens", slots, column, picks), slots, picks, n),
         feed_hidden=feed_hidden,
-        drafter=drafter_state,
         probe=probe,
     )
     first = jnp.where(n_rows > 1, source[:, 0], Source.PLAIN) if K > 1 else jnp.zeros_like(n_rows)
     return state, (picks, n, n_rows, first, *_log_probabilities(logits, picks, n_rows, n_top, model.row_group))
+
+
+def _bits(masks: Int[Array, "B K words"], V: int) -> Bool[Array, "B K V"]:
+    bits = (masks[..., None] >> jnp.arange(32)) & 1
+    return bits.reshape(*masks.shape[:2], -1)[..., :V] != 0
+
+
+def guided_rows(
+    model: HybridModel, drafter: Drafter, K: int, params: Any, state: DecodeState, slots: Int[Array, " B"]
+) -> tuple[DecodeState, Rows]:
+    """`draft_rows` as a dispatch of its own, for sequences whose picks the host restricts: it makes the masks of `guided_round`."""
+    return draft_rows(model, params, drafter, K, state, slots)
+
+
+def guided_round(
+    model: HybridModel,
+    drafter: Drafter,
+    n_top: int | None,
+    params: Any,
+    state: DecodeState,
+    slots: Int[Array, " B"],
+    rows: Rows,
+    masks: Int[Array, "B K words"],
+) -> tuple[DecodeState, Emitted, Int[Array, " B"]]:
+    """`verify_rows` as a dispatch of its own; returns what `dispatch` returns, of one round."""
+    state, out = verify_rows(model, params, drafter, n_top, state, slots, rows, masks)
+    return state, Emitted(*(x[None] for x in out)), state.finish[slots]
 
 
 def _log_probabilities(

@@ -19,11 +19,11 @@ from atlas_jax.engine.api import (
     EngineStats,
     EngineStopping,
     GenerationRequest,
-    Grammar,
     InFlight,
     Score,
 )
 from atlas_jax.engine.figures import Figures
+from atlas_jax.engine.grammar import Grammars
 from atlas_jax.engine.queue import Job, WaitingQueue
 from atlas_jax.engine.ticket import Ticket
 from atlas_jax.engine.worker import Scoring, Worker
@@ -47,6 +47,7 @@ class Engine:
 
     def __init__(self, runtime: Runtime, config: EngineConfig | None = None) -> None:
         self.runtime, self.config = runtime, config or EngineConfig()
+        self._grammars = Grammars(runtime)
         self._changed = threading.Condition()
         self._worker: Worker | None = None
         self._thread: threading.Thread | None = None
@@ -151,10 +152,11 @@ class Engine:
             EngineFull, EngineStopping: it is not taken now.
         """
         self._check(request)
+        guide = self._grammars.guide(request.grammar) if request.grammar else None
         id = request.id or uuid.uuid4().hex
         answer = Answer(self.runtime.tokenizer, request.params)
         ticket = Ticket(id, self._cancel)
-        job = Job(dataclasses.replace(request, id=id), ticket, answer, time.perf_counter())
+        job = Job(dataclasses.replace(request, id=id), ticket, answer, time.perf_counter(), guide=guide)
         with self._changed:
             self._running(id).submit(job)
             self._submitted += 1
@@ -238,8 +240,8 @@ class Engine:
         request.params.validate(self.runtime.config.vocab_size)
         self.runtime.fit(np.asarray(request.prompt), request.params.max_tokens)
         _check_times(request.priority, request.deadline_s)
-        if request.grammar is not None:
-            raise RequestError(f"{Grammar.__name__} is not supported yet")
+        if request.grammar is not None and request.params.ignore_eos:
+            raise RequestError("ignore_eos does not go with a grammar, which says where the answer ends")
 
 
 def _check_times(priority: Any, deadline_s: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from atlas_jax.completion import Answer
-from atlas_jax.decode.live import Live
+from atlas_jax.decode.live import Guide, Live
 from atlas_jax.engine.api import GenerationRequest
 from atlas_jax.engine.ticket import Ticket
 
@@ -23,6 +23,7 @@ class Job:
     admitted: float | None = None
     live: Live | None = None
     group: Any = None
+    guide: Guide | None = None  # of its grammar
 
     @property
     def deadline(self) -> float | None:

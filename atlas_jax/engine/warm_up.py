@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.loop import Loop
@@ -26,44 +26,52 @@ def buckets(config: EngineConfig, slots: int) -> tuple[int, ...]:
     return chosen
 
 
+class Kind(NamedTuple):
+    """What the executables of a request's dispatches depend on."""
+
+    drafter: Drafter
+    drafts: Drafts
+    logged: bool = False
+    guided: bool = False
+
+
 class Compiled:
     """Which kinds of dispatches are compiled, for every number of sequences. A kind that is not is compiled in another thread
     when it is first asked for: its request waits for that, nobody else does."""
 
     def __init__(self, loop: Loop, buckets: tuple[int, ...], changed: threading.Condition) -> None:
         self.loop, self.buckets, self.changed = loop, buckets, changed
-        self._jobs: dict[Any, concurrent.futures.Future[None]] = {}
+        self._jobs: dict[Kind, concurrent.futures.Future[None]] = {}
         self._shapes = loop.shapes(NoDrafter())
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "atlas-jax-compile")
 
     def warm_up(self, drafter: Drafter, drafts: Drafts) -> None:
-        """Compiles, at once, all that requests with this drafter need which do not ask for log-probabilities."""
+        """Compiles, at once, all that requests with this drafter need which ask for neither log-probabilities nor a grammar."""
         self.loop.prepare()
-        self._compile(self._wanted(drafter, drafts, False))
+        kind = Kind(drafter, drafts)
+        self._compile(self._wanted(kind))
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         done.set_result(None)
-        self._jobs[drafter, drafts, False] = done
+        self._jobs[kind] = done
 
-    def ready(self, drafter: Drafter, drafts: Drafts, logged: bool) -> bool:
+    def ready(self, kind: Kind) -> bool:
         """Whether it is compiled (or cannot be: see `error`). If not, somebody is at it from now on."""
-        key = drafter, drafts, logged
-        if key not in self._jobs:
+        if kind not in self._jobs:
             try:
-                wanted = self._wanted(*key)
+                wanted = self._wanted(kind)
             except Exception as error:
-                self._jobs[key] = failed = concurrent.futures.Future()
+                self._jobs[kind] = failed = concurrent.futures.Future()
                 failed.set_exception(error)
                 return True
-            self._jobs[key] = self._threads.submit(self._compile, wanted)
-            self._jobs[key].add_done_callback(self._tell)
-        return self._jobs[key].done()
+            self._jobs[kind] = self._threads.submit(self._compile, wanted)
+            self._jobs[kind].add_done_callback(self._tell)
+        return self._jobs[kind].done()
 
-    def error(self, drafter: Drafter, drafts: Drafts, logged: bool) -> BaseException | None:
+    def error(self, kind: Kind) -> BaseException | None:
         """Why it could not be compiled. It is tried again when next asked for."""
-        job = self._jobs[drafter, drafts, logged]
-        error = job.exception()
+        error = self._jobs[kind].exception()
         if error:
-            del self._jobs[drafter, drafts, logged]
+            del self._jobs[kind]
         return error
 
     def prepare_score(self, top: bool) -> None:
@@ -78,11 +86,11 @@ class Compiled:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _wanted(self, drafter: Drafter, drafts: Drafts, logged: bool) -> list[Any]:
+    def _wanted(self, kind: Kind) -> list[Any]:
         """Arguments of `Loop.compile_dispatch`."""
-        shapes = self.loop.shapes(drafter)
-        rows = self.loop.policy(drafter, drafts, 1, 1).rows
-        return [(drafter, k, self.n_top(logged), bucket, shapes) for bucket in self.buckets for k in rows]
+        shapes, n_top = self.loop.shapes(kind.drafter), self.n_top(kind.logged)
+        rows = self.loop.policy(kind.drafter, kind.drafts, 1, 1).rows
+        return [(kind.drafter, k, n_top, bucket, shapes, kind.guided) for bucket in self.buckets for k in rows]
 
     def _compile(self, wanted: list[Any]) -> None:
         for args in wanted:

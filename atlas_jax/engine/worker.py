@@ -15,6 +15,7 @@ import numpy as np
 
 from atlas_jax.completion import Completion, Delta
 from atlas_jax.decode.group import Group
+from atlas_jax.decode.guided import GuidedGroup
 from atlas_jax.decode.live import Request
 from atlas_jax.engine.api import (
     Cancelled,
@@ -27,7 +28,7 @@ from atlas_jax.engine.api import (
 from atlas_jax.engine.figures import Figures
 from atlas_jax.engine.queue import Job, WaitingQueue, next_prompt
 from atlas_jax.engine.ticket import Ticket
-from atlas_jax.engine.warm_up import Compiled, buckets
+from atlas_jax.engine.warm_up import Compiled, Kind, buckets
 from atlas_jax.errors import AtlasError, StateError
 from atlas_jax.runtime import Runtime
 
@@ -143,17 +144,16 @@ class Worker:
             return
 
     def _compiled(self, job: Job) -> bool:
-        request = job.request
-        return self.compiled.ready(request.drafter, request.drafts, request.params.logprobs)
+        return self.compiled.ready(_kind(job))
 
     def _open(self, job: Job) -> None:
         request = job.request
-        key = request.drafter, request.drafts
+        key = request.drafter, request.drafts, job.guide is not None
         with self.changed:
             self.waiting.remove(job)
             self.jobs[job] = None
         try:
-            if error := self.compiled.error(request.drafter, request.drafts, request.params.logprobs):
+            if error := self.compiled.error(_kind(job)):
                 raise error
             cut = lambda _, token_ids: job.answer.cut(token_ids)  # noqa: E731
             wanted = Request(request.prompt, request.params, request.script, request.history)
@@ -167,11 +167,13 @@ class Worker:
         except Exception as error:
             self._failed(error, [job])
             return
+        job.live.guide = job.guide
         job.admitted = time.perf_counter()
         if key not in self._groups:
             context = int(request.prompt.size)
             policy = lambda batch: self.loop.policy(request.drafter, request.drafts, context, batch)  # noqa: E731
-            self._groups[key] = Group(self.loop, request.drafter, policy, self.buckets)
+            kind = GuidedGroup if job.guide else Group
+            self._groups[key] = kind(self.loop, request.drafter, policy, self.buckets)
         job.group = self._groups[key]
         reuse = job.live.sequence.reuse
         self.figures.prompt_tokens += reuse.prompt
@@ -240,6 +242,9 @@ class Worker:
 
     def _emit(self, job: Job, step: Any) -> None:
         """Hands out what a dispatch emitted of a request."""
+        if job.guide and job.guide.error:
+            self._end(job, "error", StepFailed, f"request {job.request.id}: its grammar: {job.guide.error}")
+            return
         text = job.answer.add(step)
         self.figures.emit(time.perf_counter(), len(step.token_ids))
         if step.finish_reason == "error":
@@ -310,6 +315,11 @@ class Worker:
         self.compiled.close()
         with self.changed:
             self.changed.notify_all()
+
+
+def _kind(job: Job) -> Kind:
+    request = job.request
+    return Kind(request.drafter, request.drafts, request.params.logprobs, job.guide is not None)
 
 
 def _joined(scoring: Scoring) -> Score:
