@@ -26,9 +26,18 @@ def enable_compilation_cache() -> None:
 
 def cost_folder() -> Path | None:
     """Where measured costs are kept: beside the compilation cache; None if that is off."""
+    return _beside_compilation_cache("costs")
+
+
+def weights_folder() -> Path | None:
+    """Where packed weights are kept: beside the compilation cache; None if that is off."""
+    return _beside_compilation_cache("weights")
+
+
+def _beside_compilation_cache(name: str) -> Path | None:
     enable_compilation_cache()
     folder = jax.config.jax_compilation_cache_dir
-    return Path(folder).parent / "costs" if folder else None
+    return Path(folder).parent / name if folder else None
 
 
 def compiler_options(row_group: int) -> dict[str, str | int | bool]:

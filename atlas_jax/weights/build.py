@@ -52,11 +52,11 @@ class Prepared:
     @functools.cached_property
     def form(self) -> Any:
         """What the weight will be like, as `jax.eval_shape` says it."""
-        shapes = [
-            {key: _stacked_shape(x, kind) for key, x in v.items()}
-            for v, kind in zip(self.views, self.kinds, strict=True)
-        ]
-        return jax.eval_shape(functools.partial(_built, self.kinds, self.groups, self.join, self.dtype), shapes)
+        shapes = tuple(
+            tuple((key, _stacked_shape(x, kind)) for key, x in views.items())
+            for views, kind in zip(self.views, self.kinds, strict=True)
+        )
+        return _form_of(self.kinds, self.groups, self.join, self.dtype, shapes)
 
     def value(self) -> Any:
         """The weight, on the device."""
@@ -158,48 +158,63 @@ def _form(parts: list[Any], dtype: str) -> Any:
     return packed(joined(parts), dtype) if isinstance(parts[0], Codes) else matrix(*parts)
 
 
+@functools.lru_cache(maxsize=256)  # layers are alike
+def _form_of(kinds: Any, groups: Any, join: Join, dtype: str, shapes: Any) -> Any:
+    return jax.eval_shape(functools.partial(_built, kinds, groups, join, dtype), [dict(part) for part in shapes])
+
+
 _build = jax.jit(_built, static_argnums=(0, 1, 2, 3))
 
 
 class Made:
-    """Weights as they are made: one by one, or each put into its place of a stack; where the layers are not all of one form, of one
-    stack for each."""
+    """Weights as they are made: a single one, one by one, or each put into its place of a stack; where the layers are not all
+    of one form, of one stack for each."""
 
-    def __init__(self, weights: Sequence[Prepared], stacked: bool) -> None:
-        self.values: list[Any] = []
-        self.stacked = stacked
-        self.stacks: list[Any] = []
-        self.places: list[tuple[int, int]] = []
+    def __init__(self, weights: Sequence[Prepared], stacked: bool, single: bool = False) -> None:
+        self.weights, self.stacked, self.single = weights, stacked, single
+        self._values: list[Any] = []
+        self._count = 0
+        self._kinds: list[Any] = []  # forms that have a stack
         self._sizes: list[int] = []
-        if stacked:
-            kinds: list[Any] = []
-            for weight in weights:
-                leaves, tree = jax.tree.flatten(weight.form)
-                kind = tree, tuple((x.shape, x.dtype) for x in leaves)
-                if kind not in kinds:
-                    kinds.append(kind)
-                    self._sizes.append(0)
-                stack = kinds.index(kind)
-                self.places.append((stack, self._sizes[stack]))
-                self._sizes[stack] += 1
-            self.stacks = [None] * len(kinds)
+        self._places: list[tuple[int, int]] = []
+        for weight in weights if stacked else ():
+            if weight.form not in self._kinds:
+                self._kinds.append(weight.form)
+                self._sizes.append(0)
+            stack = self._kinds.index(weight.form)
+            self._places.append((stack, self._sizes[stack]))
+            self._sizes[stack] += 1
+        self._stacks: list[Any] = [None] * len(self._kinds)
 
-    def add(self, i: int, value: Any) -> None:
-        """Takes weight `i`; they come in order."""
+    @property
+    def form(self) -> Any:
+        """What `all` will be like, as `jax.eval_shape` says it."""
         if not self.stacked:
-            self.values.append(value)
-            return
-        stack, number = self.places[i]
-        if self.stacks[stack] is None:
-            size = self._sizes[stack]
-            self.stacks[stack] = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), value)
-        self.stacks[stack] = put(self.stacks[stack], value, number)
+            return self._gathered([weight.form for weight in self.weights])
+        wide = lambda x, size: jax.ShapeDtypeStruct((size, *x.shape), x.dtype)  # noqa: E731
+        pairs = zip(self._kinds, self._sizes, strict=True)
+        return self._gathered([jax.tree.map(lambda x, size=size: wide(x, size), kind) for kind, size in pairs])
+
+    def add(self, value: Any) -> None:
+        """Takes the next weight."""
+        if self.stacked:
+            stack, number = self._places[self._count]
+            if self._stacks[stack] is None:
+                size = self._sizes[stack]
+                self._stacks[stack] = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), value)
+            self._stacks[stack] = put(self._stacks[stack], value, number)
+        else:
+            self._values.append(value)
+        self._count += 1
 
     def all(self) -> Any:
-        """Of all layers: a tuple, a stack, or stacks of several forms."""
+        """The single weight; or of all layers: a tuple, a stack, or stacks of several forms."""
+        return self._gathered(self._stacks if self.stacked else self._values)
+
+    def _gathered(self, values: list[Any]) -> Any:
         if not self.stacked:
-            return tuple(self.values)
-        return self.stacks[0] if len(self.stacks) == 1 else ByLayer(tuple(self.stacks), tuple(self.places))
+            return values[0] if self.single else tuple(values)
+        return values[0] if len(values) == 1 else ByLayer(tuple(values), tuple(self._places))
 
 
 def _put(stack: Any, value: Any, number: Any) -> Any:

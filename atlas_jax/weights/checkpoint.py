@@ -38,6 +38,11 @@ class Checkpoint:
         self.entries: Mapping[str, Entry] = {name: file.entries[name] for name, file in self._file_of.items()}
 
     @property
+    def files(self) -> list[pathlib.Path]:
+        """The files that hold the tensors."""
+        return [self.directory / name for name in self._files]
+
+    @property
     def unlisted(self) -> list[str]:
         """Safetensors files of the directory that are no part of the checkpoint."""
         return sorted(path.name for path in self.directory.glob("*.safetensors") if path.name not in self._files)

@@ -10,6 +10,7 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.errors import CheckpointError
+from atlas_jax.weights import cache
 from atlas_jax.weights.build import Made, prepare
 from atlas_jax.weights.checkpoint import Checkpoint
 from atlas_jax.weights.names import Leaf, is_ignored, plan
@@ -27,6 +28,7 @@ def load_params(
     dtype: str,
     layout: str,
     recipe: Recipe | None = None,
+    cache_folder: pathlib.Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The parameters of the model in `directory`, in the form that `HybridModel(config, dtype, layout).init` has; quantised weights
@@ -40,6 +42,7 @@ def load_params(
         dtype: of the weights that are not quantised; norms and decays are float32.
         layout: see `RunConfig.layout`.
         recipe: how the weights are quantised (`hf_config.recipe_in(directory)`); None for a checkpoint where none are.
+        cache_folder: where packed weights of quantised checkpoints are kept (`weights.cache`); None keeps none.
         progress: called with the bytes read so far and in all, after each weight.
 
     Raises:
@@ -48,21 +51,45 @@ def load_params(
     checkpoint = Checkpoint(directory)
     leaves = plan(config, checkpoint.entries)
     found = check(checkpoint, config, leaves, recipe)
-    done, total = 0, sum(checkpoint.entries[name].nbytes for layer in found for name in layer.names.values())
+    total = sum(checkpoint.entries[name].nbytes for layer in found for name in layer.names.values())
+    prepared = {
+        ".".join(leaf.path): Made(
+            [prepare(checkpoint, weight, recipe, dtype) for weight in leaf.weights],
+            leaf.kind == "rows" or (leaf.kind == "layers" and layout == "stacked"),
+            single=leaf.kind == "one",
+        )
+        for leaf in leaves
+    }
+    weights, entry = None, None
+    if recipe is not None and cache_folder is not None:
+        how = dict(config=repr(config), quantised=recipe.name, dtype=dtype, layout=layout)
+        entry = cache_folder / cache.identity([checkpoint.directory / "config.json", *checkpoint.files], how)
+        weights = cache.read(entry, {name: made.form for name, made in prepared.items()})
+    if weights is None:
+        weights = _made(checkpoint, prepared, total, progress)
+        if entry is not None:
+            cache.write(entry, weights)
+    elif progress is not None:
+        progress(total, total)
     params: dict[str, Any] = {}
     for leaf in leaves:
-        weights = [prepare(checkpoint, weight, recipe, dtype) for weight in leaf.weights]
-        made = Made(weights, leaf.kind == "rows" or (leaf.kind == "layers" and layout == "stacked"))
-        for i, weight in enumerate(weights):
-            made.add(i, weight.value())
-            done += weight.release(checkpoint)
-            if progress is not None:
-                progress(done, total)
         node = params
         for key in leaf.path[:-1]:
             node = node.setdefault(key, {})
-        node[leaf.path[-1]] = made.values[0] if leaf.kind == "one" else made.all()
+        node[leaf.path[-1]] = weights[".".join(leaf.path)]
     return {"params": params}
+
+
+def _made(checkpoint: Checkpoint, prepared: dict[str, Made], total: int, progress: Progress | None) -> dict[str, Any]:
+    done, out = 0, {}
+    for name, made in prepared.items():
+        for weight in made.weights:
+            made.add(weight.value())
+            done += weight.release(checkpoint)
+            if progress is not None:
+                progress(done, total)
+        out[name] = made.all()
+    return out
 
 
 def check(

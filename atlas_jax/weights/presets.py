@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from atlas_jax.config import ModelConfig
 from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.models import HybridModel
+from atlas_jax.settings import weights_folder
 from atlas_jax.weights.checkpoint import has_weights
 from atlas_jax.weights.hf_config import model_config, recipe_in
 from atlas_jax.weights.load import Progress, load_params
@@ -107,7 +108,15 @@ class Source:
                 f"weights {weights!r} is for random weights (shape:NAME); a directory's are of the form that they are stored in"
             )
         recipe = recipe_in(self.directory)
-        return load_params(self.directory, self.config, dtype=dtype, layout=layout, recipe=recipe, progress=progress)
+        return load_params(
+            self.directory,
+            self.config,
+            dtype=dtype,
+            layout=layout,
+            recipe=recipe,
+            cache_folder=weights_folder(),
+            progress=progress,
+        )
 
 
 def resolve(name_or_path: str | pathlib.Path) -> Source:
