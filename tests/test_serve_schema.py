@@ -15,6 +15,8 @@ schemathesis = pytest.importorskip("schemathesis")
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of schemathesis
 def test_answers_are_as_described():
+    from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
+
     with running(FakeEngine(), grpc=None, keys=(KEY,)) as server:
         url, headers = f"http://127.0.0.1:{server.http_port}", {"authorization": f"Bearer {KEY}"}
         schema = schemathesis.openapi.from_dict(httpx.get(url + "/openapi.json").json())
@@ -26,7 +28,8 @@ def test_answers_are_as_described():
             def check(case):
                 response = case.call(base_url=url, headers=headers)
                 seen.add((case.operation.path, response.status_code))
-                case.validate_response(response)
+                # not asked: that whatever fits the schema works (the context is finite), and what keys do (test_keys)
+                case.validate_response(response, excluded_checks=[ignored_auth, positive_data_acceptance])
 
             check()
         assert {path for path, _ in seen} == set(httpx.get(url + "/openapi.json").json()["paths"])
