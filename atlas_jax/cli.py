@@ -240,7 +240,7 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     given: dict[str, Any] = {}
     if isinstance(args.drafts, int) and args.drafts > 7:
         given["max_drafts"] = args.drafts
-    for name in ("drafter_context", "refeed", "prefix_cache", "slots"):
+    for name in ("drafter_context", "refeed", "prefix_cache", "slots", "weights"):
         if (value := getattr(args, name, None)) is not None:
             given[name] = value
     runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=args.max_length, progress=progress, **given)

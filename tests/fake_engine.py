@@ -86,15 +86,22 @@ class FakeEngine:
         params.validate(VOCABULARY)
         if drafter not in (None, "none"):
             raise RequestError(f"drafter must be none here, got {drafter!r}")
-        if grammar is not None:
-            raise RequestError("grammars are not supported")
         return GenerationRequest(
-            self._encode(prompt), params, NoDrafter(), 0, priority=priority, deadline_s=deadline_s, id=id
+            self._encode(prompt),
+            params,
+            NoDrafter(),
+            0,
+            priority=priority,
+            deadline_s=deadline_s,
+            id=id,
+            grammar=grammar,
         )
 
     def submit(self, request):
         if self.state != "running":
             raise EngineStopping("the engine is draining")
+        if request.grammar is not None and request.grammar.source == "(":
+            raise RequestError("regex: unclosed group")
         if len(self.live) >= self.config.max_waiting:
             raise EngineFull(f"{len(self.live)} requests are waiting")
         identity = request.id or f"r{next(self._ids)}"

@@ -14,6 +14,8 @@ import pytest
 from fake_engine import FakeEngine
 from serving import KEY, MODEL, certificate, running
 
+from atlas_jax.engine.api import Grammar
+
 
 @contextlib.contextmanager
 def web_of(server, scheme="http", **options):
@@ -306,15 +308,28 @@ def test_unknown_and_missing_parameters_are_refused_in_openais_words(web, client
     assert refused(web, "/v1/completions", best_of=5)["param"] == "best_of"
 
 
-def test_grammars_are_refused_until_the_engine_has_them(web):
-    schema = {"name": "x", "schema": {"type": "object"}}
-    for wanted in (
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": schema},
-        {"type": "regex", "regex": "(a+)+b"},
-    ):
-        assert "grammars" in refused(web, response_format=wanted)["message"]
+def test_grammars_reach_the_engine(web, client, engine):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = [
+        ({"type": "json_object"}, Grammar("json_object")),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}},
+            Grammar("json_schema", json.dumps(schema)),
+        ),
+        ({"type": "regex", "regex": "(a+)+b"}, Grammar("regex", "(a+)+b")),
+        ({"type": "text"}, None),
+    ]
+    for given, grammar in wanted:
+        chat(client, response_format=given)
+        assert engine.requests[-1].grammar == grammar
+    chat(client, response_format={"type": "json_object"}, tools=TOOLS, tool_choice="none")
+    assert "unclosed" in refused(web, response_format={"type": "regex", "regex": "("})["message"]
     assert refused(web, response_format={"type": "regex", "regex": "a" * 10**5})["param"] == "response_format"
+    assert refused(web, response_format={"type": "json_object"}, reasoning_effort="high")["param"] == "reasoning_effort"
+    deep: Any = {}
+    for _ in range(80):
+        deep = {"properties": {"a": deep}}
+    refused(web, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": deep}})
 
 
 def test_what_has_no_effect_is_named(client):

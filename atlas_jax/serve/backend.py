@@ -163,8 +163,19 @@ class Backend:
 
     # ---- answers -------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> Answering:
+    async def submit(self, request: GenerationRequest) -> Answering:
         """Raises EngineFull, EngineStopping or RequestError. The caller must `close` what it gets."""
+        if request.grammar is None:
+            return self._submit(request)
+        # Compiling a grammar takes up to a second, in which others must not wait. Whoever leaves meanwhile closes what comes of it.
+        task = asyncio.ensure_future(asyncio.to_thread(self._submit, request))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda done: None if done.exception() else done.result().close())
+            raise
+
+    def _submit(self, request: GenerationRequest) -> Answering:
         if self.draining:
             raise EngineStopping("the server is shutting down")
         if self.config.log_requests:

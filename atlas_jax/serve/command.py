@@ -27,6 +27,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     access.add_argument("--tls-cert", metavar="FILE", help="certificate chain in PEM, for both servers")
     access.add_argument("--tls-key", metavar="FILE", help="its private key")
     access.add_argument("--tls-client-ca", metavar="FILE", help="let in only clients with certificates signed by these")
+    command.add_argument(
+        "--weights", metavar="FORM", help="how the random weights of a shape are quantised: int4, nvfp4, …"
+    )
     limits = command.add_argument_group("limits")
     limits.add_argument("--slots", type=int, default=16, metavar="N", help="sequences decoded together (default: 16)")
     limits.add_argument(

@@ -42,7 +42,7 @@ async def chat_completions(request: Request) -> Response | EventStream:
     backend: Backend = request.app.state.backend
     body = parse(await request.body(), ChatRequest)
     plan = await asyncio.to_thread(plan_chat, backend, body)
-    answers = submit_all(backend, plan.requests)
+    answers = await submit_all(backend, plan.requests)
     head = dict(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=backend.config.name)
     headers = ignored(
         body, [f"tools[{i}].function.strict" for i, tool in enumerate(body.tools or []) if tool.function.strict]

@@ -13,12 +13,12 @@ from atlas_jax.engine.api import GenerationRequest
 from atlas_jax.serve.backend import Answering, Backend
 
 
-def submit_all(backend: Backend, requests: Sequence[GenerationRequest]) -> list[Answering]:
+async def submit_all(backend: Backend, requests: Sequence[GenerationRequest]) -> list[Answering]:
     """All of them or none. Raises EngineFull, EngineStopping, RequestError."""
     answers: list[Answering] = []
     try:
         for request in requests:
-            answers.append(backend.submit(request))
+            answers.append(await backend.submit(request))
     except BaseException:
         for answer in answers:
             answer.close()

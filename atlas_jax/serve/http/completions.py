@@ -33,7 +33,7 @@ async def completions(request: Request) -> Response | EventStream:
     if body.echo and body.logprobs is not None:
         scores = [await backend.score(prompt.ids, body.logprobs) for prompt in plan.prompts]
         plan = dataclasses.replace(plan, scores=scores)
-    answers = submit_all(backend, plan.requests)
+    answers = await submit_all(backend, plan.requests)
     head = dict(
         id=f"cmpl-{secrets.token_hex(12)}",
         object="text_completion",

@@ -40,7 +40,7 @@ class Service(AtlasServicer):
         async with self._checked(context, "Generate"):
             backend = self.backend
             made = await asyncio.to_thread(request_of, backend, request, context.time_remaining())
-            answer = backend.submit(made)
+            answer = await backend.submit(made)
             try:
                 async for delta in answer:
                     await self._write(context, delta_message(delta))
@@ -76,7 +76,7 @@ class Service(AtlasServicer):
         async with room:
             ids, text, logprobs, completion = [], [], [], None
             try:
-                answer = self.backend.submit(request)
+                answer = await self.backend.submit(request)
                 try:
                     async for delta in answer:
                         ids += delta.token_ids
