@@ -133,6 +133,7 @@ def parser() -> Parser:
 def _model_options(command: Parser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL)
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and activations")
+    command.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keeps keys and values in eight bits")
     command.add_argument("--max-length", type=int, metavar="N", help="tokens of prompt and answer together, at most")
     command.add_argument(
         "--drafter", metavar="NAME", help="none, mtp, lookup, hybrid, … (default: mtp where the model has it)"
@@ -240,7 +241,7 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     given: dict[str, Any] = {}
     if isinstance(args.drafts, int) and args.drafts > 7:
         given["max_drafts"] = args.drafts
-    for name in ("drafter_context", "refeed", "prefix_cache", "slots", "weights"):
+    for name in ("drafter_context", "refeed", "prefix_cache", "slots", "kv_dtype", "weights"):
         if (value := getattr(args, name, None)) is not None:
             given[name] = value
     runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=args.max_length, progress=progress, **given)

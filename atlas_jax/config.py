@@ -166,6 +166,8 @@ class RunConfig:
 
     Attributes:
         dtype: of weights, activations and KV; recurrent state, gates and logits are always float32.
+        kv_dtype: "float8_e4m3fn" keeps keys and values in eight bits, the drafter's too: half the memory of bfloat16, and other
+            numbers than without, alike for every number of rows. None: as `dtype`.
         slots: sequences that can be live at once; the state holds one more, the sentinel slot 0.
         max_length: tokens a sequence may hold, prompt and answer together.
         max_drafts: the longest draft; `max_rows = max_drafts + 1` rows is the widest verify.
@@ -215,11 +217,14 @@ class RunConfig:
     draft_head: Literal["exact", "int4"] = "exact"
     draft_vocabulary: int | None = None
     layout: Literal["layers", "stacked"] = "layers"
+    kv_dtype: Literal["float8_e4m3fn"] | None = None
     probes: Probes = Probes()
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+        if self.kv_dtype not in (None, "float8_e4m3fn"):
+            raise ConfigError(f"kv_dtype must be None (as dtype) or float8_e4m3fn, got {self.kv_dtype!r}")
         for name in "slots max_length row_group page_size prefill_chunk rounds_per_dispatch".split():
             at_least(1, name, getattr(self, name))
         at_least(0, "max_drafts", self.max_drafts)
@@ -261,6 +266,11 @@ class RunConfig:
     @property
     def max_rows(self) -> int:
         return self.max_drafts + 1
+
+    @property
+    def page_dtype(self) -> str:
+        """Of keys and values."""
+        return self.kv_dtype or self.dtype
 
     @property
     def feed_rows(self) -> int:

@@ -143,6 +143,7 @@ class Runtime:
             tokens = self.loop.cache.pages.total * run.page_size
             cache = f"prefix cache of {tokens} tokens, {sizes.snapshots} snapshots, one in {sizes.interval} tokens"
             cache += f", {sizes.host_snapshots} on the host" if sizes.host_snapshots else ""
+        cache += f"; keys and values in {run.kv_dtype}" if run.kv_dtype else ""
         probes = f"; {run.probes}" if run.probes else ""
         return f"{cache}; {drafter}{probes}" if self.config.has_mtp else cache
 

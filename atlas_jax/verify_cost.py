@@ -145,7 +145,7 @@ def moved_bytes(config: ModelConfig, run: RunConfig, params: Any, rows: int, con
             continue
         experts = config.num_experts and keys[0] == "feed_forward" and keys[1] in ("gate_up", "down")
         weights += x.nbytes * (chosen if experts else 1.0)
-    itemsize = jnp.dtype(run.dtype).itemsize
+    itemsize = jnp.dtype(run.page_dtype).itemsize
     kv = config.num_full_layers * context * 2 * config.num_key_value_heads * config.head_dim * itemsize
     head_state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
     return int(weights + batch * (kv + 2 * config.num_linear_layers * head_state))

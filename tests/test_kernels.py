@@ -22,9 +22,10 @@ from pallas_kernels.paged_attention import triton as attention_kernel
 CLOSE: Any = dict(rtol=2e-4, atol=2e-5)
 
 
-def step(args, K, layer=1, **state):
+def step(args: Any, K, layer=1, **state: Any):
     mixer, recurrent, *rest = args
-    return step_kernel.step(mixer, recurrent, layer, *(*rest, K), interpret=True, **state)
+    run: Any = step_kernel.step
+    return run(mixer, recurrent, layer, *rest, K, interpret=True, **state)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -238,8 +239,25 @@ def test_write_equals_its_twin_and_writes_nothing_else():
     K, start, n_rows = 5, [30, 64], [4, 0]
     given, (k, v) = paged.arrays(paged.SMALL["small-2"], K, start=start, n_rows=n_rows, garbage=True)
     _, pages, table, *rest = given
-    args = (1, k, v, table, *rest, K)
+    args: Any = (1, k, v, table, *rest, K)
     got = attention_kernel.write(pages, *args, interpret=True)
     want = paged_twin.write(pages, *args)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x[:, 1:], y[:, 1:])
+
+
+def test_eight_bit_pages_equal_their_twin():
+    """What is written is the same to the bit; what is read of it goes through products of bfloat16 instead of float32."""
+    K, start, n_rows = 5, [30, 64], [4, 5]
+    options: Any = dict(start=start, n_rows=n_rows, dtype=jnp.bfloat16, kv_dtype=jnp.float8_e4m3fn)
+    given, (k, v) = paged.arrays(paged.SMALL["small-2"], K, garbage=True, **options)
+    q, pages, table, *rest = given
+    args: Any = (1, 200 * k, v, table, *rest, K)  # some beyond what eight bits hold
+    got, want = attention_kernel.write(pages, *args, interpret=True), paged_twin.write(pages, *args)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(x[:, 1:]).view(np.uint8), np.asarray(y[:, 1:]).view(np.uint8))
+    out = attention_kernel.attend(q, pages, 0, table, *rest, K, first=0, row_group=16, interpret=True)
+    exact = paged_twin.attend(q, pages, 0, table, *rest, K, first=0, row_group=4)
+    for b, n in enumerate(n_rows):
+        a, w = (np.asarray(x[b * K : b * K + n], np.float32) for x in (out, exact))
+        np.testing.assert_allclose(a, w, rtol=2e-2, atol=2e-2)

@@ -117,8 +117,8 @@ def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetSta
     zeros = jnp.zeros
     return TargetState(
         pages=Pages(
-            zeros((*pages, config.head_dim, run.page_size), dtype),
-            zeros((*pages, run.page_size, config.head_dim), dtype),
+            zeros((*pages, config.head_dim, run.page_size), jnp.dtype(run.page_dtype)),
+            zeros((*pages, run.page_size, config.head_dim), jnp.dtype(run.page_dtype)),
         ),
         h=zeros((Lg, S, Hv, Dv, Dk), jnp.float32),
         conv=zeros((Lg, S, ring + config.linear_conv_kernel_dim - 1, config.conv_channels), dtype),

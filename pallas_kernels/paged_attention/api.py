@@ -16,7 +16,8 @@ from pallas_kernels.registry import choose
 
 
 class Pages(NamedTuple):
-    """The paged cache of L layers: P pages of N tokens. Page 0 is the sentinel."""
+    """The paged cache of L layers: P pages of N tokens, in the model's dtype or in float8_e4m3fn (`rounding.stored`). Page 0 is the
+    sentinel."""
 
     keys: Float[Array, "L P Hkv Dh N"]
     values: Float[Array, "L P Hkv N Dh"]

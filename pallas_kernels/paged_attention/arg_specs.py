@@ -55,18 +55,22 @@ def pages_spec(shape: Shape, pages: int, dtype: Any = jnp.bfloat16) -> Pages:
     return Pages(spec(Dh, N), spec(N, Dh))  # pyright: ignore[reportArgumentType]
 
 
-def attend_specs(shape: Shape, B: int, K: int, context: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+def attend_specs(
+    shape: Shape, B: int, K: int, context: int, dtype: Any = jnp.bfloat16, kv_dtype: Any = None
+) -> tuple[Any, ...]:
     """What `api.attend` takes, but for `layer` and `K`: q, pages, page_table, start, n_rows; for `context` tokens a sequence."""
     each = -(-context // shape.page_size)
     number = jax.ShapeDtypeStruct((B,), jnp.dtype("int32"))
     table = jax.ShapeDtypeStruct((B, each), jnp.dtype("int32"))
     q = jax.ShapeDtypeStruct((padded(B * K), shape.H, shape.Dh), jnp.dtype(dtype))
-    return q, pages_spec(shape, B * each + 1, dtype), table, number, number
+    return q, pages_spec(shape, B * each + 1, kv_dtype or dtype), table, number, number
 
 
-def write_specs(shape: Shape, B: int, K: int, context: int, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+def write_specs(
+    shape: Shape, B: int, K: int, context: int, dtype: Any = jnp.bfloat16, kv_dtype: Any = None
+) -> tuple[Any, ...]:
     """What `api.write` takes, but for `layer` and `K`: pages, k, v, page_table, start, n_rows."""
-    _, pages, *rest = attend_specs(shape, B, K, context, dtype)
+    _, pages, *rest = attend_specs(shape, B, K, context, dtype, kv_dtype)
     new = jax.ShapeDtypeStruct((padded(B * K), shape.Hkv, shape.Dh), jnp.dtype(dtype))
     return pages, new, new, *rest
 
@@ -80,13 +84,14 @@ def arrays(
     first: Sequence[int] | int = 0,
     layer: int = 0,
     dtype: Any = jnp.float32,
+    kv_dtype: Any = None,
     seed: int = 0,
     garbage: bool = False,
 ) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
     """Arguments of `attend_specs`, with positions 0 … start + n_rows - 1 written, and new rows k and v for `api.write`."""
     B, rng = len(start), np.random.default_rng(seed)
     context = max(s + max(n, K) for s, n in zip(start, n_rows, strict=True))
-    specs = attend_specs(shape, B, K, context, dtype)
+    specs = attend_specs(shape, B, K, context, dtype, kv_dtype)
     q, pages, table = rng.normal(size=specs[0].shape), specs[1], specs[2]
     owned = rng.permutation(np.arange(1, B * table.shape[1] + 1)).reshape(table.shape)
     keys, values = (rng.normal(size=x.shape) for x in pages)
@@ -103,5 +108,5 @@ def arrays(
             x[[i for i in range(shape.layers) if i != layer]] = np.nan
     values_ = (q, Pages(keys, values), owned, np.asarray(start), np.asarray(n_rows))  # pyright: ignore
     given = jax.tree.map(lambda x, spec: jnp.asarray(x, spec.dtype), values_, specs)
-    new = write_specs(shape, B, K, context, dtype)[1]
+    new = write_specs(shape, B, K, context, dtype, kv_dtype)[1]
     return given, tuple(jnp.asarray(rng.normal(size=new.shape), new.dtype) for _ in range(2))  # pyright: ignore

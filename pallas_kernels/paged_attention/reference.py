@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.paged_attention.rounding import stored
 from pallas_kernels.rows import by_row_group, by_sequence, live_rows, pad_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -21,7 +22,7 @@ def write(pages: Any, layer: int, k: Array, v: Array, page_table: Array, start: 
     position = jnp.where(live, start[:, None] + row, 0)
     page = jnp.where(live, jnp.take_along_axis(page_table, position // page_size, axis=1), 0).reshape(-1)
     offset = (position % page_size).reshape(-1)
-    k, v = (x[: B * K].astype(pages.keys.dtype) for x in (k, v))
+    k, v = (stored(x[: B * K], pages.keys.dtype) for x in (k, v))
 
     def put(i: Array, pages: Any) -> Any:
         key, value = k[i][None, None, :, :, None], v[i][None, None, :, None, :]

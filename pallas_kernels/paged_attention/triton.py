@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax, triton_prefill
+from pallas_kernels.paged_attention.rounding import stored
 
 ROWS = 16  # of a tile: what one tensor-core instruction takes
 UNIT = 32  # tokens
@@ -65,8 +66,8 @@ def _write(
         def _():
             position = starts[b] + t
             page, offset = table[b, position // page_size], position % page_size
-            keys[layer, page, head, :, offset] = k[b * K + t, head, :].astype(keys.dtype)
-            values[layer, page, head, offset, :] = v[b * K + t, head, :].astype(values.dtype)
+            keys[layer, page, head, :, offset] = stored(k[b * K + t, head, :], keys.dtype)
+            values[layer, page, head, offset, :] = stored(v[b * K + t, head, :], values.dtype)
 
     out = pl.pallas_call(
         body,
@@ -106,23 +107,23 @@ def _attend(
     tiles = -(-K * group // ROWS)
     shares = -(-tiles // TILES)
     M = shares * min(tiles, TILES) * ROWS
-    programs = programs if programs else 1 << (PROGRAMS // Hkv).bit_length() - 1
+    count: int = programs or 1 << (PROGRAMS // Hkv).bit_length() - 1
     columns = min(64, Dh)
-    exact = pages.keys.dtype == jnp.float32
+    exact = q.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else None
     num_stages = num_stages or (1 if exact else 3)
-    sizes = dict(K=K, group=group, unit=unit, programs=programs)
-    partial = lambda *tail: jax.ShapeDtypeStruct((B, Hkv, programs, M, *tail), jnp.float32)  # noqa: E731
+    sizes = dict(K=K, group=group, unit=unit, programs=count)
+    partial = lambda *tail: jax.ShapeDtypeStruct((B, Hkv, count, M, *tail), jnp.float32)  # noqa: E731
     mixed, highest, total = pl.pallas_call(
         functools.partial(_partials, hides=hides, precision=precision, **sizes),
-        grid=(B, Hkv * shares, programs),
+        grid=(B, Hkv * shares, count),
         out_shape=(partial(Dh), partial(), partial()),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name="paged_attention_partials",
     )(layer, page_table, start, n_rows, first, q, *pages)
     return pl.pallas_call(
-        functools.partial(_combine, K=K, group=group, unit=unit, programs=programs, columns=columns),
+        functools.partial(_combine, columns=columns, **sizes),
         grid=(R, H, Dh // columns),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),

@@ -35,7 +35,7 @@ def attend(
     interpret: bool = False,
 ) -> Array:
     """As `api.attend`, for any number of rows; the bits depend on where a row stands in the chunk."""
-    large = pages.keys.dtype == jnp.bfloat16 and not interpret and large_shared_memory()
+    large = q.dtype == jnp.bfloat16 and not interpret and large_shared_memory()
     rows, unit = rows or (128 if large else 64), unit if large else min(unit, 32)
     num_warps, num_stages = num_warps or 8, num_stages or (2 if large else 1)
     R, H, Dh = q.shape
@@ -44,7 +44,7 @@ def attend(
     tiles = -(-K // rows)
     # A tile may reach past a sequence's rows: they are padded, and what belongs to no row is cut off.
     padded = jnp.pad(q[: B * K].reshape(B, K, H, Dh), ((0, 0), (0, tiles * rows - K), (0, 0), (0, 0)))
-    precision = jax.lax.Precision.HIGHEST if pages.keys.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     out = pl.pallas_call(
         functools.partial(_tile, rows=rows, unit=unit, hides=hides, precision=precision),
         grid=(H, tiles, B),
