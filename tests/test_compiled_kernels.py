@@ -1,4 +1,4 @@
-"""The step's kernel, compiled for an H200 and a GB10: what it spills, needs and moves, and what stays in place."""
+"""The GPU kernels, compiled for an H200 and a GB10 over the named shapes: what they spill, need and load, what stays in place."""
 
 from __future__ import annotations
 
@@ -15,23 +15,49 @@ from atlas_jax.models.layers import rms_norm
 from pallas_kernels import w4a16
 from pallas_kernels.gated_delta import arg_specs as gated
 from pallas_kernels.gated_delta import triton as step_kernel
+from pallas_kernels.gated_delta import triton_prefill
+from pallas_kernels.gated_delta.forms import Journal
+from pallas_kernels.paged_attention import arg_specs as paged
+from pallas_kernels.paged_attention import triton as attention_kernel
 from pallas_kernels.registry import GPU_OPTIONS
 from pallas_kernels.rows import by_row_group
 
 pytestmark = pytest.mark.skipif(deviceless.packages() is None, reason=deviceless.MISSING)
-MORE = [("h200", "27b", 1), ("h200", "27b", 17), ("gb10", "27b", 1), ("gb10", "27b", 4)]
-MORE += [("h200", "35b-a3b", 4), ("gb10", "tiny-agent", 17)]
-CASES = pytest.mark.parametrize(
-    ("target", "name", "K"),
-    [("h200", "27b", 4), ("gb10", "27b", 17)] + [pytest.param(*case, marks=pytest.mark.long) for case in MORE],
-)
+FP8 = jnp.float8_e4m3fn
+
+
+def cases(*quick: tuple, every: tuple = ()):
+    """Targets, shapes and rows; those not among the quick ones are left to `make test-all`."""
+    rest = [(target, "27b", K) for target in ("h200", "gb10") for K in (1, 4, 17)]
+    rest += [("h200", "35b-a3b", 4), ("gb10", "tiny-agent", 17)]
+    rest = [pytest.param(*case, marks=pytest.mark.long) for case in every or rest if case not in quick]
+    return pytest.mark.parametrize(("target", "name", "K"), [*quick, *rest])
+
+
+PREFILLS = tuple((target, name, 2048) for target in ("h200", "gb10") for name in ("27b", "35b-a3b"))
 
 
 def step(K, mixer, state, *rest):
     return step_kernel.step(mixer, state, 1, *rest, K)
 
 
-@CASES
+def fold(*args):
+    return step_kernel.fold(*args)
+
+
+def attend(K, q, pages, *rest):
+    return attention_kernel.attend(q, pages, 1, *rest, K, first=0, row_group=16)
+
+
+def write(K, pages, *rest):
+    return attention_kernel.write(pages, 1, *rest, K)
+
+
+def prefill(*args):
+    return triton_prefill.prefill(*args, chunk=64)
+
+
+@cases(("gb10", "27b", 17))
 def test_the_step_fits_and_moves_its_state_sixteen_bytes_at_a_time_in_place(target, name, K):
     args = gated.step_specs(gated.SHAPES[name], 1, K)
     compiled = compile_for(target, functools.partial(step, K), *args, donate=(1,), compiler_options=CAPTURE)
@@ -102,3 +128,88 @@ def test_each_row_group_is_computed_as_one_alone_is():
         kinds[R] = sorted(found)
     assert kinds[16], "nothing was found to compare"
     assert kinds[32] == sorted(2 * kinds[16])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ratio-1", "ratio-2", "ratio-3", "ratio-4"])
+def test_the_step_fits_for_every_head_ratio(name):
+    args = gated.step_specs(gated.SHAPES[name], 2, 4, slots=3)
+    compiled = compile_for("gb10", functools.partial(step, 4), *args, donate=(1,), compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)
+
+
+@cases(("gb10", "27b", 17), every=(("h200", "27b", 17), ("gb10", "27b", 1), ("h200", "27b", 1)))
+def test_the_fold_fits_and_moves_its_state_sixteen_bytes_at_a_time(target, name, K):
+    shape = gated.SHAPES[name]
+    _, state, _, base, *_ = gated.step_specs(shape, 1, K, max_rows=K)
+    one = lambda x: jax.ShapeDtypeStruct((1, *x.shape[2:]), x.dtype)  # noqa: E731
+    journal = Journal(*(one(x) for x in state[2:]))
+    compiled = compile_for(target, fold, one(state.h), journal, base, base, compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)
+    (kernel,) = compiled.kernels("gated_delta_fold*")
+    tile, threads = 4 * 16 * shape.Dk, 4 * 32
+    assert kernel.loads[16] * 16 * threads == tile == kernel.stores[16] * 16 * threads
+
+
+@cases(("gb10", "27b", 2048), every=PREFILLS)
+def test_the_prefill_of_linear_layers_fits(target, name, K):
+    args = gated.prefill_specs(gated.SHAPES[name], 1, K)
+    compiled = compile_for(target, prefill, *args, compiler_options=CAPTURE)
+    if (
+        target == "h200"
+    ):  # with half the warps some registers spill there, which costs less than the barriers of twice as many
+        for kernel in compiled.pallas_kernels():
+            assert kernel.spill_bytes <= 512 and kernel.shared_bytes <= 227 * 1024
+    else:
+        assert_fits(compiled)
+    assert_wide_loads(compiled, "gated_delta_scan*")
+
+
+@cases(("gb10", "27b", 4))
+def test_attention_fits_and_reads_sixteen_bytes_at_a_time(target, name, K):
+    args = paged.attend_specs(paged.SHAPES[name], 1, K, 4096)
+    compiled = compile_for(target, functools.partial(attend, K), *args, compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)  # nothing is donated, and nothing copied
+    assert_wide_loads(compiled, "paged_attention_partials*")
+
+
+@cases(("gb10", "27b", 4), every=(("h200", "27b", 1), ("h200", "27b", 4), ("gb10", "27b", 17)))
+def test_attention_over_eight_bit_pages_fits_and_reads_sixteen_bytes_at_a_time(target, name, K):
+    args = paged.attend_specs(paged.SHAPES[name], 1, K, 4096, kv_dtype=FP8)
+    compiled = compile_for(target, functools.partial(attend, K), *args, compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_wide_loads(compiled, "paged_attention_partials*")
+
+
+@cases(("gb10", "27b", 2048), every=PREFILLS)
+def test_attention_of_a_prefill_fits_and_reads_sixteen_bytes_at_a_time(target, name, K):
+    args = paged.attend_specs(paged.SHAPES[name], 1, K, 8192)
+    compiled = compile_for(target, functools.partial(attend, K), *args, compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_wide_loads(compiled, "paged_attention_prefill*")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["h200", "gb10"])
+def test_attention_of_a_prefill_over_eight_bit_pages_fits(target):
+    args = paged.attend_specs(paged.SHAPES["27b"], 1, 2048, 8192, kv_dtype=FP8)
+    assert_fits(compile_for(target, functools.partial(attend, 2048), *args, compiler_options=CAPTURE))
+
+
+@cases(("h200", "27b", 4))
+def test_the_write_is_in_place(target, name, K):
+    args = paged.write_specs(paged.SHAPES[name], 1, K, 4096)
+    compiled = compile_for(target, functools.partial(write, K), *args, donate=(0,), compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)
+
+
+@pytest.mark.parametrize("target", ["h200", pytest.param("gb10", marks=pytest.mark.long)])
+def test_the_write_of_eight_bits_is_in_place(target):
+    args = paged.write_specs(paged.SHAPES["27b"], 1, 4, 4096, kv_dtype=FP8)
+    compiled = compile_for(target, functools.partial(write, 4), *args, donate=(0,), compiler_options=CAPTURE)
+    assert_fits(compiled)
+    assert_in_place(compiled)
