@@ -58,6 +58,7 @@ def parser() -> Parser:
     prompt.add_argument("--prompt-ids", metavar='"1 2 3"', help="token ids to continue")
     prompt.add_argument("--messages", metavar="FILE.json", help="chat messages to answer: a JSON list ('-': stdin)")
     _answer_options(generate, max_tokens=128)
+    _warm_option(generate)
     generate.add_argument("--logprobs", action="store_true", help="log-probabilities of the tokens (with --json)")
     generate.add_argument("--top-logprobs", type=int, metavar="N", help="and of the N likeliest at each place")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
@@ -72,6 +73,7 @@ def parser() -> Parser:
     )
     chat.add_argument("--system", metavar="TEXT", help="the system message")
     _answer_options(chat, max_tokens=512)
+    _warm_option(chat)
     chat.set_defaults(run=run_chat)
 
     serve = commands.add_parser(
@@ -128,6 +130,10 @@ def parser() -> Parser:
     )
     experiment_command.add_options(experiment, Parser)
     return top
+
+
+def _warm_option(command: Parser) -> None:
+    command.add_argument("--warm", action="store_true", help="compile all that answers can need before the first one")
 
 
 def _model_options(command: Parser) -> None:
@@ -247,6 +253,10 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=args.max_length, progress=progress, **given)
     progress.clear()
     note(f"[{runtime.in_force}]")
+    if getattr(args, "warm", False):
+        report = runtime.warm_up(drafter=args.drafter, drafts=args.drafts)
+        progress.clear()
+        note(f"[{report}]")
     return runtime
 
 

@@ -24,6 +24,7 @@ from atlas_jax.decode.live import Live, Request
 from atlas_jax.decode.loop import Loop
 from atlas_jax.decode.oracle import OracleChain
 from atlas_jax.decode.request import SamplingParams
+from atlas_jax.decode.warm_up import WarmUp, warm_up
 from atlas_jax.errors import ConfigError, RequestError
 from atlas_jax.metrics import Acceptance, AcceptanceLog
 from atlas_jax.models.draft_head import with_draft_head
@@ -50,6 +51,7 @@ def load(
     mtp_hidden: str | None = None,
     seed: int = 0,
     weights: str | None = None,
+    warm: bool = False,
     progress: Callable[..., None] | None = None,
     **run: Any,
 ) -> Runtime:
@@ -65,6 +67,7 @@ def load(
         seed: of random weights.
         weights: how random weights are quantised: "int4", "int4-g32", "nvfp4", "fp8", "fp8-blocks", "int4+head", … (None: not
             at all). A directory's weights are used in the form that they are stored in.
+        warm: compiles all that requests with the default drafter need (`Runtime.warm_up`) before it returns.
         progress: called with (bytes read, bytes in all) while loading and with a text for each compilation.
         **run: further fields of `RunConfig`.
 
@@ -91,7 +94,10 @@ def load(
     )
     params = source.load(dtype=settings.dtype, layout=settings.layout, seed=seed, weights=weights, progress=progress)
     tokenizer = load_tokenizer(source.directory) if source.directory else None
-    return Runtime(config, settings, params, tokenizer, progress)
+    runtime = Runtime(config, settings, params, tokenizer, progress)
+    if warm:
+        runtime.warm_up()
+    return runtime
 
 
 class Runtime:
@@ -150,6 +156,22 @@ class Runtime:
     def cache_stats(self) -> CacheStats:
         """What the prefix cache holds and has saved so far."""
         return self.loop.cache.stats()
+
+    def warm_up(self, *, top_logprobs: int | None = None, **options: Any) -> WarmUp:
+        """Compiles, several at once, all executables that requests with these options of `generate` (`drafter`, `drafts`) can need:
+        every number of rows and of sequences, every size of chunk, stops, snapshots; and runs each once, if nobody has asked
+        for anything before. Afterwards such requests compile nothing.
+
+        Args:
+            top_logprobs: makes those ready as well that ask for log-probabilities and so many of the likeliest tokens.
+
+        Returns: how many executables were made and how long that took; `str` of it says so.
+        """
+        if unknown := sorted(set(options) - {"drafter", "drafts"}):
+            raise RequestError(f"warm_up knows no {', '.join(unknown)}; it takes drafter, drafts and top_logprobs")
+        drafter, drafts = self.drafting(options)
+        with self._turn():
+            return warm_up(self.loop, drafter, drafts, (None,) if top_logprobs is None else (None, top_logprobs))
 
     def session(self, history: Sequence[int] | Sequence[Message] = (), **options: Any) -> Session:
         """A conversation that keeps its history: chat messages (also where none are given, if the model has a tokenizer) or token

@@ -320,7 +320,7 @@ def test_state_is_updated_in_place():
     r = runtime("dense")
     r.generate(PROMPTS[0], max_tokens=2, drafter="mtp", drafts=3, **LOGGED)
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(r.loop._state))
-    decode = [c for key, c in r.loop.executables._compiled.items() if key[0] == "decode"]
+    decode = [c.result() for key, c in r.loop.executables._compiled.items() if key[0] == "decode"]
     assert decode and all(c.memory_analysis().alias_size_in_bytes >= state_bytes for c in decode)
 
 

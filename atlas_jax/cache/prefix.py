@@ -63,14 +63,16 @@ class PrefixCache:
     def __init__(self, config: ModelConfig, run: RunConfig, executables: Executables) -> None:
         self.config, self.run, self.executables = config, run, executables
         self.budget: Budget = budget(config, run)
-        self._requests = self._hits = self._pages_evicted = 0
-        self._reuse = Reuse()
-        self.reset()
+        self.reset(figures=True)
 
-    def reset(self) -> None:
-        """Forgets everything, as must happen when the state that the pages lie in is gone. No sequence may be open."""
+    def reset(self, figures: bool = False) -> None:
+        """Forgets everything, as must happen when the state that the pages lie in is gone; and what was counted, if `figures`. No
+        sequence may be open."""
         run, sizes = self.run, self.budget
-        before = getattr(self, "snapshots", None)
+        before = None if figures else self.snapshots
+        if figures:
+            self._requests = self._hits = self._pages_evicted = 0
+            self._reuse = Reuse()
         self.pages = PagePool(run.slots * run.pages_per_slot + sizes.spare_pages)
         self.snapshots = SnapshotStore(
             self.config, run, self.executables, sizes.snapshots, sizes.host_snapshots, run.page_size

@@ -51,6 +51,7 @@ class SnapshotStore:
             args = (state, self._pool, SCALAR, SCALAR)
             self._compiled("save", pool.save, args, donate=1)
             self._compiled("load", pool.load, args, donate=0)
+            self._compiled("check", pool.check, (self._pool, SCALAR))
 
     def save(self, state: TargetState, slot: int, node: Node) -> bool:
         """Keeps the slot's sequence, which must stand at the node's end, as the node's snapshot; False where there is no room."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,26 +28,48 @@ SCALAR = jax.ShapeDtypeStruct((), jnp.int32)  # a slot or a count: looking an ex
 
 
 class Executables:
-    """Compiles on first use and remembers; `compile_s` is the time that took. `progress` is told what is being compiled."""
+    """Compiles on first use and remembers, from any thread. `compile_s` is the time during which anything was compiled; `progress`
+    is told what."""
 
     def __init__(self, model: HybridModel, run: RunConfig, progress: Progress | None = None) -> None:
         self.model, self.run, self.progress = model, run, progress
         self.compile_s = 0.0
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: dict[Any, concurrent.futures.Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._compiling, self._began = 0, 0.0  # threads that are at it, and since when any is
+
+    def __len__(self) -> int:
+        return len(self._compiled)
 
     def get(
         self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
     ) -> Any:
         """The executable of `key`, compiled for the shapes of `args` if it is new."""
-        if key not in self._compiled:
+        with self._lock:
+            known = self._compiled.get(key)
+            if known is None:
+                made = self._compiled[key] = concurrent.futures.Future()
+                if not self._compiling:
+                    self._began = time.perf_counter()
+                self._compiling += 1
+        if known is not None:
+            return known.result()
+        try:
             if self.progress:
                 self.progress(" ".join(part for part in key if isinstance(part, str)))
-            began = time.perf_counter()
-            self._compiled[key] = (
-                jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options(self.run.row_group))
-            )
-            self.compile_s += time.perf_counter() - began
-        return self._compiled[key]
+            lowered = jax.jit(function, donate_argnums=donate).lower(*args)
+            made.set_result(lowered.compile(compiler_options(self.run.row_group)))
+        except BaseException as error:
+            made.set_exception(error)
+            with self._lock:
+                del self._compiled[key]  # to be tried again
+            raise
+        finally:
+            with self._lock:
+                self._compiling -= 1
+                if not self._compiling:
+                    self.compile_s += time.perf_counter() - self._began
+        return made.result()
 
     def dispatch(
         self,

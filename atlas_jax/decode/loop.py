@@ -16,6 +16,7 @@ import numpy as np
 from atlas_jax.cache.prefix import PrefixCache, Sequence
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.costs import nearest, read_table, table_path
+from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.executables import Executables, Progress
 from atlas_jax.decode.group import Flight, Group
 from atlas_jax.decode.k_policy import AutoK, FixedK, KPolicy, Memory, Rates
@@ -183,8 +184,7 @@ class Loop:
             return FixedK((drafts + 1,))
         if drafts != "auto":
             return drafts
-        most = self.run.max_rows
-        rows = sorted({k for k in AUTO_ROWS if k <= most} | {most})
+        most, rows = self.run.max_rows, self.rows("auto")
         memory = self._memories.get((drafter, batch))
         if memory is None:
             cost = nearest(read_table(table_path(self.config, self.run, self.params)), context, batch)
@@ -193,6 +193,13 @@ class Loop:
             memory = Memory(Rates(most - 1), expected_s={k: s for k, s in times.items() if s is not None})
             self._memories[drafter, batch] = memory
         return AutoK(rows, memory)
+
+    def rows(self, drafts: int | Literal["auto"] | KPolicy) -> tuple[int, ...]:
+        """The numbers of rows that dispatches of such requests may have."""
+        if isinstance(drafts, int):
+            return (drafts + 1,)
+        most = self.run.max_rows
+        return tuple(sorted({k for k in AUTO_ROWS if k <= most} | {most})) if drafts == "auto" else drafts.rows
 
     def dispatcher(self, drafter: Drafter, rows: int, n_top: int | None, bucket: int) -> Any:
         """The executable of a dispatch of `bucket` sequences, compiled if it is new: see `Executables.dispatch`."""
@@ -218,19 +225,19 @@ class Loop:
 
     def compile_score(self, n_top: int, shapes: DecodeState) -> None:
         """What `score` does on first use, from any thread."""
-        for size in sorted(self._sizes()):
+        for size in self.prefill_sizes:
             self.executables.score(n_top, size, self.params, shapes)
 
-    def prepare(self) -> None:
-        """Compiles all that is not a dispatch, so that no sequence waits for it."""
-        state = self.state
+    def preparations(self) -> list[Callable[[], object]]:
+        """What compiles all that is not a dispatch or a score, from any thread; the longest first."""
+        shapes, make = self.shapes(NoDrafter()), self.executables
         values = request_values(self.config, self.run, np.zeros(1, np.int32), SamplingParams(), [])
-        self.executables.open(state, values)
-        self.executables.start(state)
-        self.executables.cut(state)
-        self.cache.snapshots.prepare(state.target)
-        for size in sorted(self._sizes()):
-            self.executables.prefill(size, self.params, state)
+        prefill = [functools.partial(make.prefill, size, self.params, shapes) for size in self.prefill_sizes]
+        small = [
+            functools.partial(make.open, shapes, values),
+            *(functools.partial(f, shapes) for f in (make.start, make.cut)),
+        ]
+        return [*prefill[::-1], *small, functools.partial(self.cache.snapshots.prepare, shapes.target)]
 
     def dispatch(self, drafter: Drafter, run: Any, *args: Any) -> tuple[Any, ...]:
         """Launches one; returns what it returns beside the state, still on the device."""
@@ -324,12 +331,14 @@ class Loop:
 
     def _padded(self, tokens: np.ndarray) -> np.ndarray:
         """A chunk in the smallest size that there is an executable of."""
-        size = min(s for s in self._sizes() if tokens.size <= s)
+        size = min(s for s in self.prefill_sizes if tokens.size <= s)
         return np.pad(tokens, (0, size - tokens.size)).astype(np.int32)
 
-    def _sizes(self) -> set[int]:
+    @property
+    def prefill_sizes(self) -> list[int]:
+        """Rows of the executables that chunks of a prompt are padded to."""
         whole = self.run.prefill_chunk
-        return {s for s in (*PREFILL_SIZES, self.cache.budget.interval, whole) if s <= whole}
+        return sorted({s for s in (*PREFILL_SIZES, self.cache.budget.interval, whole) if s <= whole})
 
     def _open(self, live: Live, drafter: Drafter, fresh: Any) -> None:
         """Makes the slot the sequence's, and restores what was found of it."""

@@ -10,6 +10,8 @@ from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.loop import Loop
 from atlas_jax.decode.protocol import Drafter
 from atlas_jax.decode.request import MAX_TOP_LOGPROBS
+from atlas_jax.decode.warm_up import Job, compile_all, dispatches
+from atlas_jax.decode.warm_up import buckets as up_to
 from atlas_jax.engine.api import EngineConfig
 from atlas_jax.errors import ConfigError
 
@@ -19,7 +21,7 @@ Drafts = int | Literal["auto"]
 def buckets(config: EngineConfig, slots: int) -> tuple[int, ...]:
     """Numbers of sequences that dispatches are compiled for, the last of them no less than `slots`."""
     if config.buckets is None:
-        return tuple(1 << i for i in range((slots - 1).bit_length() + 1))
+        return up_to(slots)
     chosen = tuple(sorted(set(config.buckets)))
     if not chosen or chosen[-1] < slots:
         raise ConfigError(f"buckets {chosen} leave no room for {slots} slots; the largest must be {slots} or more")
@@ -47,9 +49,8 @@ class Compiled:
 
     def warm_up(self, drafter: Drafter, drafts: Drafts) -> None:
         """Compiles, at once, all that requests with this drafter need which ask for neither log-probabilities nor a grammar."""
-        self.loop.prepare()
         kind = Kind(drafter, drafts)
-        self._compile(self._wanted(kind))
+        compile_all([*self._wanted(kind), *self.loop.preparations()], self.loop.executables.progress)
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         done.set_result(None)
         self._jobs[kind] = done
@@ -86,15 +87,13 @@ class Compiled:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _wanted(self, kind: Kind) -> list[Any]:
-        """Arguments of `Loop.compile_dispatch`."""
-        shapes, n_top = self.loop.shapes(kind.drafter), self.n_top(kind.logged)
-        rows = self.loop.policy(kind.drafter, kind.drafts, 1, 1).rows
-        return [(kind.drafter, k, n_top, bucket, shapes, kind.guided) for bucket in self.buckets for k in rows]
+    def _wanted(self, kind: Kind) -> list[Job]:
+        n_top = self.n_top(kind.logged)
+        return dispatches(self.loop, kind.drafter, kind.drafts, n_top, self.buckets, guided=kind.guided)
 
-    def _compile(self, wanted: list[Any]) -> None:
-        for args in wanted:
-            self.loop.compile_dispatch(*args)
+    def _compile(self, wanted: list[Job]) -> None:
+        for job in wanted:
+            job()
 
     def _tell(self, _: Any) -> None:
         with self.changed:
