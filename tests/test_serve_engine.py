@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
+import gc
 import os
 import pathlib
 import signal
@@ -20,6 +22,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from fake_engine import FakeEngine
 from models import params_of
 from serving import MODEL, running
 from test_engine import CONFIG, SMALL, Letters
@@ -209,3 +212,42 @@ def test_a_killed_server_ends_streams_and_starts_warm_again():
     finally:
         second.process.kill()
         second.process.wait()
+
+
+@pytest.mark.long
+def test_ten_thousand_requests_leave_nothing_behind():
+    """Of the servers; the engine's own test is in test_engine."""
+    engine = FakeEngine("Hello there")
+    engine.requests = collections.deque(maxlen=10)  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def batch(server: Any, count: int) -> None:
+        async with AtlasClient(f"127.0.0.1:{server.grpc_port}") as grpc_client, httpx.AsyncClient() as web:
+            url = f"http://127.0.0.1:{server.http_port}/v1/completions"
+            for i in range(count):
+                if i % 5 == 0:
+                    await grpc_client.complete("a", max_tokens=2)
+                elif i % 5 == 1:
+                    async with web.stream("POST", url, json=dict(model=MODEL, prompt="a", stream=True)) as response:
+                        await anext(response.aiter_lines())  # and leaves
+                else:
+                    body: dict[str, Any] = dict(model=MODEL, prompt="a", max_tokens=2, n=1 + i % 2)
+                    assert (await web.post(url, json=body if i % 5 > 2 else {})).status_code == (
+                        200 if i % 5 > 2 else 400
+                    )
+
+    def left(server: Any) -> tuple[int, int, int]:
+        end = time.monotonic() + 20
+        while engine.live or len(asyncio.all_tasks(server.loop)) > 20:
+            assert time.monotonic() < end, "requests were left"
+            time.sleep(0.1)
+        gc.collect()
+        size = int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return len(asyncio.all_tasks(server.loop)), len(os.listdir("/proc/self/fd")), size
+
+    with running(engine, max_batch=4) as server:
+        asyncio.run(batch(server, 1000))
+        tasks, files, size = left(server)
+        asyncio.run(batch(server, 9000))
+        more_tasks, more_files, more_size = left(server)
+    assert more_tasks <= tasks + 2 and more_files <= files + 4
+    assert more_size - size < 20 << 20, f"{(more_size - size) / 1e6:.1f} MB more after 9,000 requests"
