@@ -137,6 +137,17 @@ def test_a_server_that_is_told_to_end_lets_answers_end():
     assert server.rest() == "draining\nstopped\n" and server.process.returncode == 0
 
 
+def test_a_server_can_be_ended_while_it_loads():
+    command = [sys.executable, "-m", "atlas_jax.cli", "serve", "tiny-agent", "--http", ":0", "--grpc", ":0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr and "loading the model" in process.stderr.readline()
+        time.sleep(1)  # into the middle of it
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0, "it waited for the loading to end"
+        assert process.stderr.read().splitlines()[-1] == "atlas-jax: stopped"
+
+
 def test_draining_has_an_end_and_a_killed_server_ends_its_streams():
     server = Server(drain_s=0.2)
     with httpx.Client() as web, server.stream(web) as response:

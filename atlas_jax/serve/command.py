@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import pathlib
 import sys
 from typing import Any
@@ -81,7 +82,15 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO if args.log_requests else logging.WARNING, format="%(asctime)s %(name)s %(message)s"
     )
-    asyncio.run(serve(config, lambda: make_engine(args), _tell))
+
+    async def work() -> None:
+        await serve(config, lambda: make_engine(args), _tell)
+        # A thread that loads or compiles cannot be interrupted, and the interpreter would wait for it, for minutes perhaps.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    asyncio.run(work())
     return 0
 
 
