@@ -83,14 +83,17 @@ def fault(error: BaseException) -> Fault:
             field = getattr(error, "field", None)
             message = str(error) or "the request took too long"
             return Fault(status, name, getattr(error, "code", None) or code, status_code, message, field, retry_s)
-    _report(error)
+    report(error)
     return Fault(
         _S.INTERNAL_SERVER_ERROR, "server_error", "internal_error", _G.INTERNAL, "the server failed; its log says where"
     )
 
 
-def _report(error: BaseException) -> None:
-    """Logs where an unexpected error came up; its message may hold what a user typed, and is left out."""
+def report(error: BaseException) -> None:
+    """Logs, once, where an unexpected error came up; its message may hold what a user typed, and is left out."""
+    if getattr(error, "reported", False):
+        return
+    error.reported = True  # pyright: ignore[reportAttributeAccessIssue]
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     where = " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames))
     log.error("unexpected %s at %s", type(error).__name__, where)

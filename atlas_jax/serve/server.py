@@ -21,6 +21,7 @@ from atlas_jax.errors import ConfigError
 from atlas_jax.serve.backend import Backend
 from atlas_jax.serve.config import ServeConfig
 from atlas_jax.serve.http.app import create_app
+from atlas_jax.serve.http.guard import Quiet
 from atlas_jax.serve.rpc.server import RpcServer
 
 log = logging.getLogger("atlas_jax.serve")
@@ -54,7 +55,7 @@ class Servers:
         if self.config.http:
             listening = _listen(self.config)
             self.http_port = listening.getsockname()[1]
-            self._http = _Http(_http_config(self.config, create_app(self.backend)))
+            self._http = _Http(_http_config(self.config, Quiet(create_app(self.backend))))
             self._http_task = asyncio.create_task(self._http.serve(sockets=[listening]))
         if self.config.grpc:
             self._rpc = RpcServer(self.backend)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atlas_jax.serve.auth import Keys
 from atlas_jax.serve.backend import Backend
+from atlas_jax.serve.faults import report
 
 OPEN = ("/health", "/ready", "/", "/openapi.json")  # the page holds no figures; it asks for them with the reader's key
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -88,6 +89,19 @@ class Guard:
             return message
 
         return read
+
+
+class Quiet:
+    """Keeps unexpected errors, which the application has answered by then, from the server that would log them whole."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except Exception as error:
+            report(error)
 
 
 class _TooLong(Exception):
