@@ -21,6 +21,7 @@ from atlas_jax.weights.convert import convert
 from atlas_jax.weights.hf_config import model_config, recipe_in
 from atlas_jax.weights.inspect import inspect_model
 from atlas_jax.weights.load import load_params
+from atlas_jax.weights.quantised.calibration import calibrated, input_moments
 from atlas_jax.weights.quantised.codes import packed
 from atlas_jax.weights.quantised.rounding import rounded
 from atlas_jax.weights.quantised.scheme import NVFP4, Scheme
@@ -53,7 +54,10 @@ def test_rounding_is_to_the_nearest(scheme):
     assert ((values[1] - weight) ** 2).sum() <= ((values[0] - weight) ** 2).sum()
 
 
-@pytest.mark.parametrize(("options", "name"), [(["int4", "--group", "32"], "int4-g32"), (["nvfp4"], "nvfp4")])
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [(["int4", "--group", "32"], "int4-g32"), pytest.param(["nvfp4"], "nvfp4", marks=pytest.mark.long)],
+)
 def test_a_converted_model_holds_what_rounding_gives(tmp_path, options, name):
     out = tmp_path / "out"
     assert main(["convert", str(SMALL), str(out), "--weights", *options]) == 0
@@ -74,6 +78,30 @@ def test_a_converted_model_holds_what_rounding_gives(tmp_path, options, name):
     assert main(["convert", str(SMALL), str(out), "--weights", "int4"]) == 2  # it is there
     assert main(["convert", str(out), str(tmp_path / "again"), "--weights", "int4"]) == 2  # it is quantised
     assert main(["convert", str(SMALL), str(tmp_path / "a"), "--weights", "nvfp4", "--group", "32"]) == 2
+
+
+def test_calibration_makes_products_err_less():
+    rng = np.random.default_rng(0)
+    K, N, scheme = 160, 32, Scheme("int4", 64)
+    inputs = rng.normal(size=(1000, 40)) @ rng.normal(size=(40, K)) + 0.1 * rng.normal(size=(1000, K))
+    weight = rng.normal(size=(N, K)).astype(np.float32)
+    makes = (lambda: rounded(jnp.asarray(weight), scheme), lambda: calibrated(weight, scheme, inputs.T @ inputs / 1000))
+    errors = [np.square(inputs @ (plain(packed(make(), "bfloat16"), K) - weight.T)).mean() for make in makes]
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.long
+def test_the_inputs_of_every_linear_layer_are_seen(tmp_path):
+    texts = [np.arange(3, 60, dtype=np.int32)]
+    convert(SMALL, tmp_path / "out", Scheme("int4", 32), texts=texts)
+    assert inspect_model(tmp_path / "out").refused == ()
+    config = model_config(SMALL)
+    params = load_params(SMALL, config, dtype="float32", layout="layers")
+    found = input_moments(config, params, texts)
+    assert len(found) == 2 * config.num_layers + 2 * config.num_layers
+    assert all(np.linalg.matrix_rank(x) > 10 for x in found.values())
+    with pytest.raises(ConfigError, match="leave out --calibrate"):
+        convert(SMALL, tmp_path / "other", NVFP4, texts=texts)
 
 
 def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):

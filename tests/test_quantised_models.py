@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import CONFIGS, RUN, Steps, assert_same
+from models import CONFIGS, RUN, Steps, assert_same, params_of
 
 from atlas_jax.errors import ConfigError
+from atlas_jax.runtime import Runtime
 from atlas_jax.weights.presets import random_params
 from atlas_jax.weights.quantised.scheme import scheme_named
 from pallas_kernels.w4a16 import FORMS, Int4, SideBySide
@@ -68,3 +69,18 @@ def test_unknown_schemes(name):
 def test_a_tied_head_stays():
     with pytest.raises(ConfigError, match="head is its embedding"):
         random_params(CONFIGS["dense"], dtype="float32", layout="layers", weights="int4+head")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "head"), [("dense", dict(draft_head="int4", draft_vocabulary=40)), ("moe", dict(draft_head="int4"))]
+)
+def test_a_draft_head_changes_no_output(family, head):
+    """Whatever the copy of the head makes of it: the answers are those of plain decoding."""
+    config = CONFIGS[family]
+    run = dataclasses.replace(RUN, slots=1, max_drafts=3, **head)
+    runtime = Runtime(config, run, params_of(config, run))
+    prompt = TOKENS.tolist()
+    plain = runtime.generate(prompt, drafter="none", max_tokens=24, logprobs=True)
+    drafted = runtime.generate(prompt, drafter="mtp", drafts=3, max_tokens=24, logprobs=True)
+    assert drafted.token_ids == plain.token_ids and drafted.logprobs == plain.logprobs

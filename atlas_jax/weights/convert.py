@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ from safetensors.numpy import save_file
 from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.weights.checkpoint import INDEX, SINGLE, Checkpoint, read_json
 from atlas_jax.weights.hf_config import parse
-from atlas_jax.weights.load import check
+from atlas_jax.weights.load import check, load_params
 from atlas_jax.weights.names import plan
 from atlas_jax.weights.presets import PACKAGED
+from atlas_jax.weights.quantised.calibration import calibrated, input_moments
 from atlas_jax.weights.quantised.codes import Codes
 from atlas_jax.weights.quantised.rounding import rounded
 from atlas_jax.weights.quantised.scheme import BLOCKS, Scheme
@@ -39,6 +40,7 @@ def convert(
     *,
     head: bool = False,
     search: bool = False,
+    texts: Sequence[np.ndarray] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Writes the model in `source` to the new folder `target` with the layers' linear weights rounded to `scheme`. Embedding,
@@ -47,6 +49,8 @@ def convert(
 
     Args:
         search: see `rounded`.
+        texts: token ids of texts to calibrate with (see `quantised.calibration`; int4, the dense layers only): errors of
+            rounding are made up for as far as these texts allow. The model is run over them.
         progress: called with the bytes read so far and in all.
 
     Raises:
@@ -64,6 +68,8 @@ def convert(
         raise ConfigError("the head of this model is its embedding, which is not quantised; leave out --head")
     if scheme.kind == "fp8":
         raise ConfigError("int4 and nvfp4 can be written")
+    if texts and (scheme.kind != "int4" or parsed.config.num_experts):
+        raise ConfigError("calibration is for int4 and models without experts; leave out --calibrate")
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out}: is there already; name a new folder")
     leaves = plan(parsed.config, checkpoint.entries)
@@ -77,8 +83,21 @@ def convert(
         for name in part.names
         if not name.removesuffix(".weight").endswith(SMALL)
     }
+    moments: dict[str, np.ndarray] = {}
+    if texts:
+        params = load_params(folder, parsed.config, dtype="float32", layout="layers")
+        found = input_moments(parsed.config, params, texts)
+        moments = {
+            name: found[leaf.path[0], leaf.path[1], i]
+            for leaf in leaves
+            if len(leaf.path) == 2
+            for i, weight in enumerate(leaf.weights)
+            if (leaf.path[0], leaf.path[1], i) in found
+            for part in weight.parts
+            for name in part.names
+        }
     out.mkdir(parents=True, exist_ok=True)
-    _write(out, _tensors(checkpoint, wanted, scheme, search, progress))
+    _write(out, _tensors(checkpoint, wanted, scheme, search, moments, progress))
     config = read_json(folder / "config.json") | {"quantization_config": _description(scheme, head)}
     for pattern in TEMPLATE.split():
         for path in folder.glob(pattern):
@@ -110,6 +129,7 @@ def _tensors(
     wanted: set[str],
     scheme: Scheme,
     search: bool,
+    moments: Mapping[str, np.ndarray],
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Every tensor of the new checkpoint, by name."""
@@ -121,7 +141,10 @@ def _tensors(
             yield name, np.array(value)
         else:
             for module, matrix in _modules(name, value):
-                codes = jax.device_get(rounding(jnp.asarray(matrix)))
+                if name in moments:
+                    codes = calibrated(np.asarray(matrix, np.float32), scheme, moments[name])
+                else:
+                    codes = jax.device_get(rounding(jnp.asarray(matrix)))
                 yield from ((f"{module}.{key}", x) for key, x in _stored(codes, matrix.shape).items())
         checkpoint.release(name)
         done += entry.nbytes
