@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import sys
 from typing import Any
 
 from atlas_jax.errors import RequestError
-from atlas_jax.terminal import Progress, note, say
+from atlas_jax.terminal import Progress, note, say, writable
 
 MAX_ROWS = 32  # of a verify, as drafts are limited elsewhere
 MAX_RANGE = 64
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(
             f"--k {rows[-1]} is a verify of more rows than the {most + 1} of {most} drafts, the most allowed here"
         )
+    if args.write is not None:
+        writable("--write", args.write)
     import jax
 
     import atlas_jax
@@ -58,14 +61,15 @@ def run(args: argparse.Namespace) -> int:
         )
         speed, measured = verify_cost.measure(runtime, rows, contexts, batches, progress)
     about = dict(device=jax.devices()[0].device_kind, model=model, dtype=runtime.run.dtype, copy_bytes_per_s=speed)
-    path: Any = args.write or costs.table_path(runtime.config, runtime.run, runtime.params)
+    path: Any = args.write
+    if path is None:
+        path = costs.table_path(runtime.config, runtime.run, runtime.params)
+    failed = ""
     if path is not None:
-        import pathlib
-
         try:
             costs.write_table(pathlib.Path(path), [m.cost for m in measured], about)
         except OSError as error:
-            raise RequestError(f"{path}: {error.strerror or error}; name another file with --write") from None
+            failed, path = f"the table could not be kept in {path}: {error.strerror or error}; see --write", None
     if args.json:
         tables = [
             dict(context=m.cost.context, batch=m.cost.batch, draft_ms=m.cost.draft_ms, rows=table(m)) for m in measured
@@ -74,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(about, measured)
         note(f"[kept in {path}]" if path else "[not kept: the compilation cache is off; see --write]")
+    if failed:  # after what was measured has been shown
+        raise RequestError(failed)
     return 0
 
 

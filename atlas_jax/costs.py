@@ -71,7 +71,7 @@ def read_table(path: pathlib.Path | None) -> list[Cost]:
     """The costs of a table; none if there is no table or it cannot be read: what it would say is then measured while decoding."""
     try:
         rows = [] if path is None else json.loads(path.read_text())["measured"]
-        return [
+        costs = [
             Cost(
                 int(row["context"]),
                 int(row["batch"]),
@@ -81,8 +81,15 @@ def read_table(path: pathlib.Path | None) -> list[Cost]:
             for row in rows
             if row["step_ms"]
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
+    return costs if all(map(_sound, costs)) else []
+
+
+def _sound(cost: Cost) -> bool:
+    """Whether its times can be times: policies divide by them."""
+    head = cost.draft_ms is None or (math.isfinite(cost.draft_ms) and cost.draft_ms >= 0)
+    return head and all(k >= 1 and math.isfinite(ms) and ms > 0 for k, ms in cost.step_ms.items())
 
 
 def nearest(costs: Sequence[Cost], context: int, batch: int) -> Cost | None:

@@ -236,10 +236,11 @@ class Runtime:
         """
         many = is_batch(prompt)
         prompts: Sequence[Any] = prompt if many else [prompt]  # pyright: ignore[reportAssignmentType]
+        requests, drafter, drafts = self._asked(prompts, options)
         completions: list[Completion] = []
-        for start in range(0, len(prompts), self.run.slots):
-            wave = prompts[start : start + self.run.slots]
-            done = {i: d.completion for i, d in self._stream(wave, options) if d.completion}
+        for start in range(0, len(requests), self.run.slots):
+            wave = requests[start : start + self.run.slots]
+            done = {i: d.completion for i, d in self._decode(wave, drafter, drafts) if d.completion}
             completions += [done[i] for i in range(len(wave))]
         return completions if many else completions[0]
 
@@ -331,7 +332,13 @@ class Runtime:
         drafter: Any = options.get("drafter")
         drafter = self.default_drafter if drafter is None else drafter
         drafter = drafter_named(drafter) if isinstance(drafter, str) else drafter
+        if isinstance(drafter, HybridDrafter) and not self.run.refeed:
+            raise RequestError(
+                "the hybrid refeeds accepted rows, and this runtime was loaded with refeed=False; use 'mtp'"
+            )
         if isinstance(drafter, MtpChain):
+            if self.run.refeed and not drafter.refeed:
+                raise RequestError("MtpChain(refeed=False) needs a runtime that was loaded with refeed=False")
             drafter = dataclasses.replace(drafter, refeed=self.run.refeed)
         if isinstance(drafter, (MtpChain, HybridDrafter)) and not self.config.has_mtp:
             raise RequestError(
@@ -365,7 +372,11 @@ class Runtime:
             )
         if isinstance(drafter, OracleChain):
             self._check_oracle(drafter, int(drafts), options)
-        return cast(Drafter, drafter), 0 if isinstance(drafter, NoDrafter) else int(drafts)
+        if isinstance(drafter, NoDrafter) and drafts:
+            raise RequestError(
+                f"drafter 'none' drafts nothing, and {drafts} drafts were asked for; leave one of them out"
+            )
+        return cast(Drafter, drafter), int(drafts)
 
     def _check_oracle(self, drafter: OracleChain, drafts: int, options: Mapping[str, Any]) -> None:
         if not self.config.has_mtp:
@@ -379,10 +390,11 @@ class Runtime:
 
     def request(self, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Request, Drafter, Drafts]:
         """What a prompt and the options of `generate` ask for, encoded and checked. Raises RequestError."""
-        self._check_names(options)
-        return (self._request(prompt, options, None), *self.drafting(options))
+        requests, drafter, drafts = self._asked([prompt], options)
+        return requests[0], drafter, drafts
 
-    def _check_names(self, options: Mapping[str, Any]) -> None:
+    def check_names(self, options: Mapping[str, Any]) -> None:
+        """Raises RequestError for an option that `generate` does not know."""
         known = {f.name for f in dataclasses.fields(SamplingParams)} | {
             "drafter",
             "drafts",
@@ -396,10 +408,14 @@ class Runtime:
     def _stream(
         self, prompts: Sequence[Any], options: Mapping[str, Any], lease: Lease | None = None
     ) -> Iterator[tuple[int, Delta]]:
-        self._check_names(options)
-        requests = [self._request(p, options, lease) for p in prompts]
-        drafter, drafts = self.drafting(options)
-        return self._decode(requests, drafter, drafts)
+        return self._decode(*self._asked(prompts, options, lease))
+
+    def _asked(
+        self, prompts: Sequence[Any], options: Mapping[str, Any], lease: Lease | None = None
+    ) -> tuple[list[Request], Drafter, Drafts]:
+        """What prompts and options ask for, all of it checked. Raises RequestError."""
+        self.check_names(options)
+        return ([self._request(p, options, lease) for p in prompts], *self.drafting(options))
 
     def _decode(self, requests: list[Request], drafter: Drafter, drafts: Drafts) -> Iterator[tuple[int, Delta]]:
         with self._turn():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from atlas_jax.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -25,6 +28,24 @@ def note(text: str) -> None:
     """A remark for whoever watches: on stderr, and only on a terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
+
+
+def writable(option: str, path: str, folder: bool = False) -> None:
+    """Checks that a file (or a folder of files) can be written there, before there is anything to write; makes the folder.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    target = pathlib.Path(path)
+    where = target if folder else target.parent
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        why = "" if os.access(where, os.W_OK | os.X_OK) else "no permission to write there"
+        why = "is a folder; name a file" if not folder and (target.is_dir() or not target.name) else why
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise RequestError(f"{option} {path}: {why}")
 
 
 def ask() -> str | None:

@@ -28,7 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import atlas_jax
+from atlas_jax.cli import MAX_DRAFTS
 from atlas_jax.decode.drafters import ScriptedDrafter
+from atlas_jax.errors import AtlasError
 from atlas_jax.experiment.conversations import HELD_OUT, HELD_OUT_TOOLS, Conversation, read_conversations
 from atlas_jax.experiment.figures import by_turn, figures
 from atlas_jax.experiment.play import Played, play, warm_up
@@ -160,11 +162,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Multi-turn conversations, warm and cold.")
     parser.add_argument("--model", default="tiny-agent")
     parser.add_argument("--conversations", type=pathlib.Path)
-    parser.add_argument("--limit", type=int, help="conversations (default: 5)", default=5)
+    parser.add_argument("--limit", type=int, help="conversations (default: 5; all with --soak)")
     parser.add_argument("--turns", type=int, help="of a conversation, at most")
     parser.add_argument("--history", choices=("recorded", "own"), default="recorded")
     parser.add_argument("--drafter")
-    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--drafts", type=int, help="default: 3, or 0 with --drafter none")
     parser.add_argument("--acceptance", type=float, help="synthetic: drafts are right with this probability")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=8192)
@@ -172,10 +174,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--soak", type=int, metavar="N", help="play N conversations in a row instead")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     args = parser.parse_args(argv)
+    if args.drafts is None:
+        args.drafts = 0 if args.drafter == "none" else 3
+    if wrong := contradiction(args):
+        parser.error(wrong)
+    try:
+        run(args)
+    except AtlasError as error:
+        parser.exit(2, f"agentic.py: {error}\n")
+
+
+def contradiction(args: argparse.Namespace) -> str:
+    """What is wrong with the options, before anything is loaded for them; empty where nothing is."""
+    for name in ("limit", "turns", "soak", "max_tokens", "max_length"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            return f"--{name.replace('_', '-')} must be 1 or more, got {value}"
+    if not 0 <= args.drafts <= MAX_DRAFTS:
+        return f"--drafts must lie in 0 … {MAX_DRAFTS}, got {args.drafts}"
+    if args.acceptance is not None and not 0 <= args.acceptance <= 1:
+        return f"--acceptance must lie in 0 … 1, got {args.acceptance}"
+    if args.acceptance is not None and args.drafter:
+        return "--acceptance drafts from the known answer; --drafter names another drafter: leave one of them out"
+    if args.soak is not None and (args.acceptance is not None or args.no_cold or args.json):
+        return "--soak plays the model's own drafter and prints what it finds; leave out --acceptance, --no-cold and --json"
+    return ""
+
+
+def run(args: argparse.Namespace) -> None:
     console = Console(width=120)
     path = args.conversations or (SHARED if SHARED.exists() else HELD_OUT)
     tools = json.loads(HELD_OUT_TOOLS.read_text()) if path in (SHARED, HELD_OUT) else None
     conversations = read_conversations(path, tools)
+    limit = args.limit or (5 if args.soak is None else len(conversations))
     tokenizer = None
     if args.model.startswith("shape:"):  # it has none of its own; tiny-agent's gives it text of the same lengths
         tokenizer = atlas_jax.load("tiny-agent", max_length=64).tokenizer
@@ -190,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options |= dict(drafter=args.drafter) if args.drafter else {}
     options |= dict(ignore_eos=True) if base.tokenizer is tokenizer else {}
     if args.soak is not None:
-        found = soak(console, base, conversations, args.soak, options)
+        found = soak(console, base, conversations[:limit], args.soak, options)
         if found["differences"]:
             raise SystemExit("warm and cold answers differ, which must not happen")
         return
@@ -201,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in sides:
         drafter = dict(drafter=args.drafter) if args.drafter else {}
         warm_up(runtimes[name], drafts=args.drafts, **drafter | synthetic)
-    for conversation in conversations[: args.limit]:
+    for conversation in conversations[:limit]:
         scripts = None
         if args.acceptance is not None:
             known = play(runtimes["cold"], conversation, **options | plain)

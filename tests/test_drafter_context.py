@@ -13,8 +13,8 @@ import pytest
 from models import CONFIGS, params_of
 
 from atlas_jax.config import DRAFTER_CONTEXTS, FULL, LINEAR, RunConfig
-from atlas_jax.decode.drafters import DraftContext, MtpChain, Proposal
-from atlas_jax.errors import ConfigError
+from atlas_jax.decode.drafters import DraftContext, HybridDrafter, MtpChain, Proposal
+from atlas_jax.errors import ConfigError, RequestError
 from atlas_jax.runtime import Runtime
 from pallas_kernels.paged_attention import Pages, attend
 
@@ -166,6 +166,36 @@ def test_what_makes_no_sense_is_refused():
         with pytest.raises(ConfigError, match=r"this model has no mtp\.\* tensors"):
             Runtime(headless, dataclasses.replace(RUN, **changes), params())
     assert "drafter" not in Runtime(headless, RUN, params()).in_force
+
+
+def test_refeed_is_one_setting():
+    """What a drafter does with accepted rows is what `in_force` says, or it is refused."""
+    with pytest.raises(RequestError, match="the hybrid refeeds"):
+        runtime(refeed=False).drafting(dict(drafter="hybrid"))
+    with pytest.raises(RequestError, match="loaded with refeed=False"):
+        runtime().drafting(dict(drafter=MtpChain(refeed=False)))
+    assert runtime(refeed=False).drafting(dict(drafter="mtp"))[0] == MtpChain(refeed=False)
+
+
+def test_a_number_of_drafts_is_what_runs_or_is_refused():
+    r = runtime()
+    for drafts in (1, r.run.max_drafts):
+        with pytest.raises(RequestError, match="'none' drafts nothing"):
+            r.drafting(dict(drafter="none", drafts=drafts))
+        assert r.drafting(dict(drafter="hybrid", drafts=drafts))[1] == drafts
+    assert r.drafting(dict(drafter="none", drafts=0))[1] == r.drafting(dict(drafter="none"))[1] == 0
+    for bad in (dict(extend="x"), dict(least="x"), dict(least=2), dict(chain=0), dict(min_match=0)):
+        with pytest.raises(RequestError, match=next(iter(bad))):
+            HybridDrafter(**bad)  # pyright: ignore[reportArgumentType]
+
+
+def test_every_prompt_is_checked_before_the_first_is_decoded():
+    """Also where there are more prompts than slots."""
+    r, before = runtime(), runtime().loop.dispatches
+    for bad in ([], [1 << 20], "text"):
+        with pytest.raises(RequestError):
+            r.generate([[1]] * (2 * r.run.slots) + [bad], max_tokens=2)
+    assert r.loop.dispatches == before
 
 
 def test_what_is_in_force_is_said():

@@ -60,6 +60,8 @@ def test_conversations_are_cut_where_the_assistant_speaks(tmp_path):
         ([[]], "line 1"),
         ([dict(messages=[])], "line 1"),
         ([dict(messages=MESSAGES[:2])], "nothing to play"),
+        ([dict(messages=MESSAGES), dict(messages=MESSAGES, tools="f")], "line 2: tools must be a list"),
+        ([dict(messages=MESSAGES, tools=[1])], r"line 1: tools\[0\] must be an object"),
     ):
         with pytest.raises(RequestError, match=says):
             read_conversations(file_of(tmp_path, *rows))
@@ -275,6 +277,9 @@ def test_wrong_arguments_are_refused_before_a_model_is_loaded(tmp_path, capsys):
         (["--arms", "deaf"], "unknown arm"),
         (["--limit", "0"], "--limit must be 1 or more"),
         (["--conversations", str(tmp_path)], "directory"),
+        (["--conversations", ""], "directory"),
+        (["--drafts", "32"], "--drafts must lie in 1 … 31"),
+        (["--out", f"{path}/results"], "Not a directory"),
     ):
         given = [] if "--conversations" in arguments else ["--conversations", path]
         assert main(["experiment", "drafter-context", *given, *arguments]) == 2
@@ -309,6 +314,19 @@ def test_conversations_in_a_row_leave_memory_flat_and_answers_alike(tmp_path, ta
     assert small.cache_stats().hits and small.acceptance.total(warm=True).steps
     # the first readings come before all that is kept for once is there
     assert len(found["arrays_mb"]) == 9 and max(found["arrays_mb"][4:]) <= found["arrays_mb"][4]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [("--limit 0", "--limit must be 1"), ("--soak -1", "--soak must be 1"), ("--drafts 99", "0 … 31"),
+     ("--acceptance 2", "0 … 1"), ("--acceptance nan", "0 … 1"), ("--acceptance 0.5 --drafter mtp", "another drafter"),
+     ("--soak 3 --acceptance 0.5", "leave out"), ("--soak 3 --no-cold", "leave out"),
+     ("--conversations /absent", "No such file")],
+)  # fmt: skip
+def test_the_benchmark_refuses_what_makes_no_sense(capsys, options, says):
+    with pytest.raises(SystemExit) as end:
+        agentic.main(options.split())
+    assert end.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_the_late_ratio_is_of_the_same_prompts():

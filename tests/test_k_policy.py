@@ -109,3 +109,11 @@ def test_tables_are_kept_and_read_by_both(tmp_path):
     assert read_table(tmp_path / "bad") == []
     assert costs[0].round_s(2, 3) == pytest.approx(0.011) and costs[0].round_s(4, 2) == pytest.approx(0.0125)
     assert costs[0].round_s(5, 1) is None
+
+
+@pytest.mark.parametrize("times", [{"1": -1.0}, {"1": 0.0}, {"1": float("nan")}, {"0": 1.0}, {"1": float("inf")}])
+def test_a_table_of_impossible_times_is_none(tmp_path, times):
+    write_table(tmp_path / "t.json", [Cost(256, 1, {1: 1.0}), Cost(512, 1, times)], {})
+    assert read_table(tmp_path / "t.json") == []
+    (tmp_path / "deep").write_text("[" * 100_000)
+    assert read_table(tmp_path / "deep") == []

@@ -32,7 +32,7 @@ def runtime(probes: Probes = OFF) -> Runtime:
 
 @functools.cache
 def answers(probes: Probes, drafter: str = "mtp") -> Any:
-    return runtime(probes).generate(PROMPTS, max_tokens=20, drafter=drafter, drafts=3)
+    return runtime(probes).generate(PROMPTS, max_tokens=20, drafter=drafter, drafts=0 if drafter == "none" else 3)
 
 
 @pytest.mark.long

@@ -154,11 +154,34 @@ def test_the_command_prints_json_and_traces(talk, replay, tmp_path):
     "extra",
     ("--accepted 0", "--accepted x", "--min-match 17", "--limit 0", "--drafts 0", "--mtp 2", "--mtp 0.5 --seed -1",
      "--mtp-trace absent", "--draft-ms 1", "--cost 1:10", "--cost x", "--tokenizer absent", "--write-trace /absent/x",
-     "--mtp 0.5 --mtp-trace x"),
+     "--mtp 0.5 --mtp-trace x", "--seed 3", "--accepted 7", "--accepted 1,4 --drafts 3", "--min-match 1",
+     "--min-match 2 --ngram 3", "--cost 1:10,4:11 --mtp 0.5,0.5,0.5,0.5 --drafts 3", "--min-match="),
 )  # fmt: skip
 def test_bad_arguments_end_with_2_and_one_line(talk, replay, extra):
     code, out, err = replay(talk, "--tokenizer", "tiny-agent", *extra.split())
     assert (code, out) == (2, "") and err.startswith("atlas-jax: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "matches", "accepted"),
+    [("--max-match 4", [2, 4], [1, 2, 4]), ("--ngram 3 --drafts 3", [4, 8], [1, 2]), ("--ngram 16", [16], [1, 2, 4])],
+)
+def test_defaults_keep_to_what_can_occur(talk, replay, extra, matches, accepted):
+    code, out, _ = replay(talk, "--tokenizer", "tiny-agent", "--json", *extra.split())
+    names = [policy["name"] for policy in json.loads(out)["policies"]]
+    assert code == 0
+    assert names == ["plain", *(f"lookup, accepted >= {n}" for n in accepted), *(f"lookup, match >= {n}" for n in matches)]
+
+
+def test_a_trace_overwrites_nothing_that_is_read(talk, replay, tmp_path):
+    before, trace = open(talk).read(), str(tmp_path / "trace")
+    (tmp_path / "link").symlink_to(talk)
+    for name in (talk, str(tmp_path / "link")):
+        code, _, err = replay(talk, "--tokenizer", "tiny-agent", "--write-trace", name)
+        assert code == 2 and "overwrite" in err and open(talk).read() == before
+    assert replay(talk, "--tokenizer", "tiny-agent", "--mtp", "0.5", "--write-trace", trace)[0] == 0
+    again = ("--tokenizer", "tiny-agent", "--mtp-trace", trace)
+    assert replay(talk, *again, "--write-trace", trace)[0] == 2 and replay(talk, *again)[0] == 0
 
 
 def test_an_absent_transcript_ends_with_2(replay):

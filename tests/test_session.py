@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 import atlas_jax
@@ -112,3 +114,51 @@ def test_a_turn_that_fails_leaves_no_trace():
     with session:
         session.send("Hi")
     assert len(session.history) == len(history) + 2
+
+
+@pytest.mark.parametrize(
+    "history", ["Hello", dict(role="user", content="x"), None, 5, [1.5], [True], [[1, 2]], ["a"], [1 << 20],
+                [dict(role="wizard", content="x")], [dict(role="user", content="x"), 3]],
+    ids=repr,
+)  # fmt: skip
+def test_what_no_session_can_begin_with(history):
+    with pytest.raises(RequestError):
+        runtime().session(history)
+
+
+def test_a_turn_of_token_ids_holds_token_ids():
+    session = runtime().session(np.arange(5, 9), **ASKED)
+    assert session.history == [5, 6, 7, 8]
+    for turn in ("Hello", [], 5, None, [1.5], [True], [[1]], np.ones(2), b"ab"):
+        with pytest.raises(RequestError):
+            session.send(turn)
+    with pytest.raises(RequestError, match="unknown option bogus"):
+        runtime().session([1], bogus=1)
+    assert session.history == [5, 6, 7, 8]
+
+
+def test_a_session_answers_one_turn_at_a_time():
+    """No turn may vanish from the history because another was answered beside it."""
+    session = runtime().session([5, 6, 7], max_tokens=3)
+    early, stream = session.stream([8]), session.stream([9])
+    next(stream)
+    refused: list[Any] = []
+
+    def ask() -> None:
+        with pytest.raises(RequestError, match="answering another turn") as error:
+            session.send([10])
+        refused.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert refused and session.history == [5, 6, 7]
+    assert [*stream][-1].completion
+    history = list(session.history)
+    assert history[:4] == [5, 6, 7, 9]
+    with pytest.raises(RequestError, match="has gone on"):
+        next(early)
+    assert session.history == history
+    session.history = history[:4]  # a caller may go back
+    session.send([8])
+    assert session.history[:5] == [5, 6, 7, 9, 8]

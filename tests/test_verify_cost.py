@@ -27,6 +27,9 @@ from atlas_jax.runtime import Runtime
         (["tiny-agent", "--shape", "qwen3.5-27b"], "name one model"),
         ([], "name one model"),
         (["tiny-agent", "--max-drafts", "99"], "must lie in 0 … 31"),
+        (["tiny-agent", "--write", "/dev/null/x/y"], "--write /dev/null/x/y: Not a directory"),
+        (["tiny-agent", "--write", "/"], "name a file"),
+        (["tiny-agent", "--write", ""], "name a file"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys, args, message):

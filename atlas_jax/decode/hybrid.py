@@ -64,7 +64,9 @@ class HybridDrafter:
         check_min_match(self.min_match)
         if isinstance(self.chain, bool) or not isinstance(self.chain, int) or self.chain < 1:
             raise RequestError(f"chain must be an integer of 1 or more, got {self.chain!r}")
-        if self.least is not None and not 0 <= self.least <= 1:
+        if not isinstance(self.extend, bool):
+            raise RequestError(f"extend must be True or False, got {self.extend!r}")
+        if self.least is not None and (not isinstance(self.least, (int, float)) or not 0 <= self.least <= 1):
             raise RequestError(f"least must lie in 0 … 1, got {self.least!r}")
 
     def init(self, config: ModelConfig, run: RunConfig) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from atlas_jax.completion import Answer
+from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.request import MAX_TOP_LOGPROBS
 from atlas_jax.engine.api import (
     EngineConfig,
@@ -133,7 +134,10 @@ class Engine:
         """
         ours = {name: options.pop(name) for name in OPTIONS if options.get(name) is not None}
         _check_times(ours.get("priority", 0), ours.get("deadline_s"))
-        request, drafter, drafts = self.runtime.request(prompt, self.config.defaults | options)
+        defaults = self.config.defaults
+        if isinstance(options.get("drafter"), NoDrafter) or options.get("drafter") == NoDrafter.name:
+            defaults.pop("drafts", None)  # a number that was meant for the drafter of those that do not say
+        request, drafter, drafts = self.runtime.request(prompt, defaults | options)
         return GenerationRequest(
             prompt=request.prompt,
             params=request.params,

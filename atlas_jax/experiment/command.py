@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from atlas_jax.errors import RequestError
-from atlas_jax.terminal import Progress, note, say
+from atlas_jax.terminal import Progress, note, say, writable
 
 DEFAULT_ARMS = "full,prefill_only,blind,no_refeed,shifted,pre_norm"
 
@@ -59,7 +59,7 @@ def add_options(command: Any, parser_class: Callable[..., Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """The exit code: 1 if an arm changed the output. Raises `AtlasError` for what is wrong in the arguments or the files."""
     import atlas_jax
-    from atlas_jax.cli import read_objects
+    from atlas_jax.cli import MAX_DRAFTS, read_objects
     from atlas_jax.experiment import arms as settings
     from atlas_jax.experiment.conversations import HELD_OUT, HELD_OUT_TOOLS, read_conversations
     from atlas_jax.experiment.play import play, warm_up
@@ -71,9 +71,14 @@ def run(args: argparse.Namespace) -> int:
     for name in ("limit", "drafts", "max_tokens", "max_length"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise RequestError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(args, name)}")
+    if args.drafts > MAX_DRAFTS:
+        raise RequestError(f"--drafts must lie in 1 … {MAX_DRAFTS}, got {args.drafts}")
     tools_file = args.tools or (HELD_OUT_TOOLS if args.conversations is None else None)
     tools = None if tools_file is None else read_objects("--tools", str(tools_file), "function")
-    conversations = read_conversations(args.conversations or HELD_OUT, tools)[: args.limit]
+    conversations = read_conversations(HELD_OUT if args.conversations is None else args.conversations, tools)
+    conversations = conversations[: args.limit]
+    if args.out is not None:
+        writable("--out", args.out, folder=True)
     results: dict[str, list[Any]] = {arm.name: [] for arm in arms}
     with Progress() as progress:
         base = atlas_jax.load(

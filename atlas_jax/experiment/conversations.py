@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from atlas_jax.errors import RequestError
-from atlas_jax.text.chat import validated
+from atlas_jax.text.chat import validated, validated_tools
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
 HELD_OUT = DATA / "airline_held_out.jsonl"  # kept out of tiny-agent's training
@@ -59,7 +59,8 @@ def read_conversations(path: str | pathlib.Path, tools: list[dict[str, Any]] | N
             row = json.loads(line)
             if not isinstance(row, dict) or "messages" not in row:
                 raise RequestError("an object with messages is needed")
-            out.append(Conversation(str(row.get("id", number)), validated(row["messages"]), row.get("tools", tools)))
+            own = tools if row.get("tools") is None else validated_tools(row["tools"])
+            out.append(Conversation(str(row.get("id", number)), validated(row["messages"]), own))
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{path}, line {number}: {error}") from None
     if not any(conversation.turns for conversation in out):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from atlas_jax.errors import RequestError
@@ -26,12 +27,16 @@ def add_options(command: argparse.ArgumentParser) -> None:
     mtp = command.add_mutually_exclusive_group()
     mtp.add_argument("--mtp", metavar="P[,P…]", help="how often MTP's draft 1, 2 … is right if those before it are")
     mtp.add_argument("--mtp-trace", metavar="FILE", help="acceptance of MTP as recorded, in the form of --write-trace")
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="for drawing with --mtp (default: 0)")
+    command.add_argument("--seed", type=int, metavar="S", help="for drawing with --mtp (default: 0)")
     command.add_argument(
-        "--accepted", default="1,2,4", help="count lookup rounds that accept N drafts or more (default: 1,2,4)", **many
+        "--accepted",
+        help="count lookup rounds that accept N drafts or more (default: 1,2,4, as far as --drafts goes)",
+        **many,
     )
     command.add_argument(
-        "--min-match", default="2,4,8", help="use lookup where N tokens or more match (default: 2,4,8)", **many
+        "--min-match",
+        help="use lookup where N tokens or more match (default: 2,4,8, from --ngram to --max-match)",
+        **many,
     )
     for name, default, text in (
         ("drafts", 6, "longest draft of lookup"),
@@ -55,19 +60,28 @@ def run(args: argparse.Namespace) -> int:
     from atlas_jax.replay.vocabularies import load_encoder
 
     config = LookupConfig(args.ngram, args.candidates, args.max_match, args.drafts)
-    accepted, matches = numbers("--accepted", args.accepted, int), numbers("--min-match", args.min_match, int)
-    if min(*accepted, *matches) < 1 or (args.limit is not None and args.limit < 1):
-        raise RequestError("--accepted, --min-match and --limit must be 1 or more")
-    if max(matches) > args.max_match:
-        raise RequestError(f"--min-match {max(matches)} never occurs: matches end at --max-match {args.max_match}")
+    accepted = within("--accepted", args.accepted, (1, 2, 4), 1, args.drafts, "a draft has 1 to --drafts tokens")
+    ends = "a match has --ngram to --max-match tokens"
+    matches = within("--min-match", args.min_match, (2, 4, 8), args.ngram, args.max_match, ends)
+    if args.limit is not None and args.limit < 1:
+        raise RequestError(f"--limit must be 1 or more, got {args.limit}")
     if args.draft_ms is not None and args.cost is None:
         raise RequestError("--draft-ms belongs to a cost table; add --cost")
+    if args.seed is not None and args.mtp is None:
+        raise RequestError("--seed is for drawing MTP's luck; add --mtp")
     cost = None if args.cost is None else files.read_cost(args.cost, args.draft_ms)
     mtp: simulate.Mtp | None = None
     if args.mtp is not None:
-        mtp = simulate.DrawnMtp(numbers("--mtp", args.mtp, float), args.seed)
+        mtp = simulate.DrawnMtp(numbers("--mtp", args.mtp, float), args.seed or 0)
     elif args.mtp_trace is not None:
         mtp = files.read_trace(args.mtp_trace)
+    if cost is not None:  # rather than after minutes, and with a trace written half
+        cost.round_ms(simulate.Round(simulate.LOOKUP, max(config.drafts, mtp.drafts if mtp else 0), 0, 1))
+    for read in filter(None, (args.file, args.mtp_trace, args.cost, args.tokenizer)):
+        if args.write_trace is not None and same_file(args.write_trace, read):
+            raise RequestError(
+                f"--write-trace {args.write_trace} would overwrite what this replay reads; name another file"
+            )
     transcripts = read_transcripts(args.file, load_encoder(args.tokenizer), args.limit)
     turns = simulate.look_up(transcripts, config)
     results = []
@@ -92,6 +106,20 @@ def run(args: argparse.Namespace) -> int:
 
         Console(file=sys.stdout, highlight=False).print(report.show(results, turns, not args.no_plots))
     return 0
+
+
+def same_file(one: str, other: str) -> bool:
+    return os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other)
+
+
+def within(option: str, text: str | None, default: Sequence[int], low: int, high: int, why: str) -> list[int]:
+    """The numbers asked for, all of which must lie in low … high; without, those of the default that do."""
+    if text is None:
+        return [n for n in default if low <= n <= high] or [low]
+    asked = numbers(option, text, int)
+    if wrong := [n for n in asked if not low <= n <= high]:
+        raise RequestError(f"{option} {wrong[0]} never occurs: {why}, here {low} to {high}")
+    return asked
 
 
 def numbers[T: (int, float)](option: str, text: str, kind: Callable[[str], T]) -> list[T]:

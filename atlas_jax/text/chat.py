@@ -57,9 +57,7 @@ def render_chat(
             raise RequestError(f"enable_thinking must be True, False or None, got {enable_thinking!r}")
         values["enable_thinking"] = enable_thinking
     values["messages"] = validated(messages)
-    if tools is not None and (isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence)):
-        raise RequestError(f"tools must be a list of JSON schemas of functions, got {type(tools).__name__}")
-    values["tools"] = None if tools is None else [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    values["tools"] = None if tools is None else validated_tools(tools)
     values["add_generation_prompt"] = add_generation_prompt
     values.setdefault("documents", None)
     try:
@@ -82,6 +80,13 @@ def validated(messages: Sequence[Any]) -> list[dict[str, Any]]:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a list of at least one message")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def validated_tools(tools: Any) -> list[dict[str, Any]]:
+    """Schemas of functions as plain JSON values. Raises RequestError naming what is none."""
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+        raise RequestError(f"tools must be a list of JSON schemas of functions, got {type(tools).__name__}")
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
 
 
 def plain(value: Any, where: str) -> Any:
