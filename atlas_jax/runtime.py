@@ -173,7 +173,7 @@ class Runtime:
         with self._turn():
             return warm_up(self.loop, drafter, drafts, (None,) if top_logprobs is None else (None, top_logprobs))
 
-    def session(self, history: Sequence[int] | Sequence[Message] = (), **options: Any) -> Session:
+    def session(self, history: Sequence[int] | Sequence[Message] | np.ndarray = (), **options: Any) -> Session:
         """A conversation that keeps its history: chat messages (also where none are given, if the model has a tokenizer) or token
         ids. `options` are those of `generate`, for all turns."""
         return Session(self, history, options)

@@ -30,7 +30,7 @@ class Session:
         options: of `Runtime.generate`, for every turn that does not give its own.
     """
 
-    def __init__(self, runtime: Runtime, history: Sequence[Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, runtime: Runtime, history: Any, options: Mapping[str, Any]) -> None:
         runtime.check_names(options)
         self.runtime, self.options = runtime, dict(options)
         turns = _items(history)

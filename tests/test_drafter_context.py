@@ -184,9 +184,9 @@ def test_a_number_of_drafts_is_what_runs_or_is_refused():
             r.drafting(dict(drafter="none", drafts=drafts))
         assert r.drafting(dict(drafter="hybrid", drafts=drafts))[1] == drafts
     assert r.drafting(dict(drafter="none", drafts=0))[1] == r.drafting(dict(drafter="none"))[1] == 0
-    for bad in (dict(extend="x"), dict(least="x"), dict(least=2), dict(chain=0), dict(min_match=0)):
+    for bad in (dict(least=2.0), dict(chain=0), dict(min_match=0)):
         with pytest.raises(RequestError, match=next(iter(bad))):
-            HybridDrafter(**bad)  # pyright: ignore[reportArgumentType]
+            HybridDrafter(**bad)
 
 
 def test_every_prompt_is_checked_before_the_first_is_decoded():

@@ -3,6 +3,7 @@
 import base64
 import importlib.util
 import json
+import pathlib
 
 import pytest
 
@@ -170,15 +171,20 @@ def test_defaults_keep_to_what_can_occur(talk, replay, extra, matches, accepted)
     code, out, _ = replay(talk, "--tokenizer", "tiny-agent", "--json", *extra.split())
     names = [policy["name"] for policy in json.loads(out)["policies"]]
     assert code == 0
-    assert names == ["plain", *(f"lookup, accepted >= {n}" for n in accepted), *(f"lookup, match >= {n}" for n in matches)]
+    assert names == [
+        "plain",
+        *(f"lookup, accepted >= {n}" for n in accepted),
+        *(f"lookup, match >= {n}" for n in matches),
+    ]
 
 
 def test_a_trace_overwrites_nothing_that_is_read(talk, replay, tmp_path):
-    before, trace = open(talk).read(), str(tmp_path / "trace")
+    read = pathlib.Path(talk).read_text
+    before, trace = read(), str(tmp_path / "trace")
     (tmp_path / "link").symlink_to(talk)
     for name in (talk, str(tmp_path / "link")):
         code, _, err = replay(talk, "--tokenizer", "tiny-agent", "--write-trace", name)
-        assert code == 2 and "overwrite" in err and open(talk).read() == before
+        assert code == 2 and "overwrite" in err and read() == before
     assert replay(talk, "--tokenizer", "tiny-agent", "--mtp", "0.5", "--write-trace", trace)[0] == 0
     again = ("--tokenizer", "tiny-agent", "--mtp-trace", trace)
     assert replay(talk, *again, "--write-trace", trace)[0] == 2 and replay(talk, *again)[0] == 0

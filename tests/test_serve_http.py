@@ -124,7 +124,9 @@ def test_a_chat(client):
     assert choice.message.role == "assistant" and choice.finish_reason == "stop" and choice.message.tool_calls is None
     usage = got.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens and usage.completion_tokens > 5
-    assert usage.prompt_tokens_details.cached_tokens == 2
+    prompt = usage.prompt_tokens_details
+    assert prompt.cached_tokens == 2 and prompt.replayed_tokens == usage.prompt_tokens - 2
+    assert prompt.matched_tokens >= 2 and 0 <= prompt.granularity_share <= 1
     assert usage.completion_tokens_details.accepted_prediction_tokens == 5
     assert got.id.startswith("chatcmpl-") and got.model == MODEL
 
@@ -565,6 +567,11 @@ def test_figures(web, client):
         "atlas_ready 1.0",
         'atlas_drafts_accepted_total{position="2"} 21.0',
         "atlas_slots 4.0",
+        "atlas_cache_matched_tokens_total 6.0",
+        "atlas_cache_restored_tokens_total 5.0",
+        "atlas_cache_replayed_tokens_total 5.0",
+        "atlas_cache_granularity_share 0.2",
+        'atlas_source_drafts_accepted_total{source="',
         "atlas_tokens_total",
     ):
         assert line in text, line

@@ -12,6 +12,7 @@ import pytest
 import atlas_jax
 from atlas_jax.errors import RequestError
 from atlas_jax.runtime import Runtime
+from atlas_jax.session import Session
 
 SYSTEM = dict(
     role="system", content="You help airline passengers. " + "Ask for the reservation number before you act. " * 50
@@ -123,7 +124,7 @@ def test_a_turn_that_fails_leaves_no_trace():
 )  # fmt: skip
 def test_what_no_session_can_begin_with(history):
     with pytest.raises(RequestError):
-        runtime().session(history)
+        Session(runtime(), history, {})
 
 
 def test_a_turn_of_token_ids_holds_token_ids():

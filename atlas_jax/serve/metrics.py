@@ -126,6 +126,16 @@ class _Engine(Collector):
                 family.add_metric([str(i + 1)], int(count))
             yield family
         yield CounterMetricFamily("atlas_verifies", "Verifies", value=acceptance.steps)
+        for name in ("offered", "accepted"):
+            family = CounterMetricFamily(f"atlas_source_drafts_{name}", f"Drafts {name}, by source", labels=["source"])
+            for source, part in acceptance.by_source().items():
+                family.add_metric([source], int(getattr(part, name).sum()))
+            yield family
         cache = stats.cache
         for name in ("requests", "hits", "saved", "evicted", "poisoned"):
             yield CounterMetricFamily(f"atlas_cache_{name}", f"Prefix cache: {name}", value=getattr(cache, name))
+        for name, text in dict(matched="held by pages", restored="not computed", replayed="computed").items():
+            count = getattr(cache.reuse, name)
+            yield CounterMetricFamily(f"atlas_cache_{name}_tokens", f"Tokens of prompts: {text}", value=count)
+        share, text = cache.reuse.granularity_share, "Of replayed tokens, what snapshots everywhere would have saved"
+        yield GaugeMetricFamily("atlas_cache_granularity_share", text, value=share)

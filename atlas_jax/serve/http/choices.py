@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
+from atlas_jax.cache.stats import Reuse
 from atlas_jax.completion import Completion
 from atlas_jax.engine.api import GenerationRequest
 from atlas_jax.serve.backend import Answering, Backend
@@ -75,7 +76,7 @@ class Usage:
     """OpenAI's `usage`, summed over the choices; a prompt counts once, however many answers it gets."""
 
     prompt: int = 0
-    cached: int = 0
+    reuse: Reuse = dataclasses.field(default_factory=Reuse)
     completion: int = 0
     reasoning: int = 0
     accepted: int = 0
@@ -84,7 +85,7 @@ class Usage:
     def add(self, completion: Completion, *, first: bool, reasoning: int = 0) -> None:
         if first:
             self.prompt += completion.prompt_tokens
-            self.cached += completion.restored
+            self.reuse += completion.reuse
         self.completion += len(completion.token_ids)
         self.reasoning += reasoning
         self.accepted += completion.acceptance.drafts_accepted
@@ -95,7 +96,12 @@ class Usage:
             prompt_tokens=self.prompt,
             completion_tokens=self.completion,
             total_tokens=self.prompt + self.completion,
-            prompt_tokens_details=dict(cached_tokens=self.cached),
+            prompt_tokens_details=dict(
+                cached_tokens=self.reuse.restored,
+                matched_tokens=self.reuse.matched,
+                replayed_tokens=self.reuse.replayed,
+                granularity_share=self.reuse.granularity_share,
+            ),
             completion_tokens_details=dict(
                 reasoning_tokens=self.reasoning,
                 accepted_prediction_tokens=self.accepted,
