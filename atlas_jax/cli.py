@@ -284,6 +284,8 @@ def check(options: dict[str, Any]) -> None:
     drafts = options.get("drafts", 0)
     if drafts != "auto" and not 0 <= drafts <= MAX_DRAFTS:
         raise RequestError(f"drafts must be an integer in 0 … {MAX_DRAFTS}, got {options['drafts']}")
+    if options.get("drafter") == "none" and drafts not in (0, "auto"):
+        raise RequestError(f"drafter 'none' drafts nothing, and {drafts} drafts were asked for; leave one of them out")
 
 
 def show(deltas: Iterable[Any], progress: Progress, has_text: bool = True) -> Any:

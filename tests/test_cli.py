@@ -157,6 +157,7 @@ def test_an_answer_that_broke_off_is_an_error(fake, run):
         (answer("--prompt", "a", "--seed", "-1"), "seed"),
         (answer("--prompt", "a", "--drafts", "-1"), "drafts must be an integer in 0 … 31, got -1"),
         (answer("--prompt", "a", "--drafts", "1000000000"), "drafts"),
+        (answer("--prompt", "a", "--drafter", "none", "--drafts", "3"), "'none' drafts nothing, and 3 drafts were"),
         (answer("--prompt", "a", "--dtype", "int8"), "invalid choice: 'int8'"),
         (answer("--prompt", "a", "--drafter-context", "carry"), "invalid choice: 'carry'"),
         (answer("--prompt", "a", "--stop", ""), "stop must hold strings of 1"),

@@ -184,8 +184,9 @@ def test_a_number_of_drafts_is_what_runs_or_is_refused():
             r.drafting(dict(drafter="none", drafts=drafts))
         assert r.drafting(dict(drafter="hybrid", drafts=drafts))[1] == drafts
     assert r.drafting(dict(drafter="none", drafts=0))[1] == r.drafting(dict(drafter="none"))[1] == 0
-    for bad in (dict(least=2.0), dict(chain=0), dict(min_match=0)):
-        with pytest.raises(RequestError, match=next(iter(bad))):
+    for name, value in (("least", 2.0), ("chain", 0), ("min_match", 0)):
+        bad: dict[str, Any] = {name: value}
+        with pytest.raises(RequestError, match=name):
             HybridDrafter(**bad)
 
 

@@ -466,3 +466,10 @@ def test_ten_thousand_requests_leave_nothing(engine):
     assert _objects() < before + 5000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + 64 * 1024  # KiB
     assert sum(engine.stats().finished.values()) >= 11_000
+
+
+def test_drafts_that_the_engine_is_set_to_are_not_for_plain_decoding():
+    engine = Engine(runtime(), EngineConfig(drafter="mtp", drafts=3))
+    assert engine.request([1]).drafts == 3 and engine.request([1], drafter="none").drafts == 0
+    with pytest.raises(RequestError, match="'none' drafts nothing"):
+        engine.request([1], drafter="none", drafts=2)

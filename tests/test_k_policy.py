@@ -111,7 +111,7 @@ def test_tables_are_kept_and_read_by_both(tmp_path):
     assert costs[0].round_s(5, 1) is None
 
 
-@pytest.mark.parametrize("times", [{"1": -1.0}, {"1": 0.0}, {"1": float("nan")}, {"0": 1.0}, {"1": float("inf")}])
+@pytest.mark.parametrize("times", [{1: -1.0}, {1: 0.0}, {1: float("nan")}, {0: 1.0}, {1: float("inf")}])
 def test_a_table_of_impossible_times_is_none(tmp_path, times):
     write_table(tmp_path / "t.json", [Cost(256, 1, {1: 1.0}), Cost(512, 1, times)], {})
     assert read_table(tmp_path / "t.json") == []

@@ -118,10 +118,10 @@ def test_a_turn_that_fails_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-    "history", ["Hello", dict(role="user", content="x"), None, 5, [1.5], [True], [[1, 2]], ["a"], [1 << 20],
-                [dict(role="wizard", content="x")], [dict(role="user", content="x"), 3]],
-    ids=repr,
-)  # fmt: skip
+    "history",
+    ["Hello", dict(role="user", content="x"), None, 5, [True], [1 << 20], [dict(role="wizard")], [CALL, 3]],
+    ids=str,
+)
 def test_what_no_session_can_begin_with(history):
     with pytest.raises(RequestError):
         Session(runtime(), history, {})
@@ -130,7 +130,7 @@ def test_what_no_session_can_begin_with(history):
 def test_a_turn_of_token_ids_holds_token_ids():
     session = runtime().session(np.arange(5, 9), **ASKED)
     assert session.history == [5, 6, 7, 8]
-    for turn in ("Hello", [], 5, None, [1.5], [True], [[1]], np.ones(2), b"ab"):
+    for turn in ("Hello", [], 5, None, [True], b"ab"):
         with pytest.raises(RequestError):
             session.send(turn)
     with pytest.raises(RequestError, match="unknown option bogus"):
