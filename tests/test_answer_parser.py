@@ -194,7 +194,6 @@ FRAGMENTS = st.sampled_from(
 TEXTS = st.lists(FRAGMENTS | st.text(max_size=3), max_size=14).map("".join)
 
 
-@hypothesis.settings(max_examples=400)
 @hypothesis.given(
     text=TEXTS, cuts=st.lists(st.integers(0, 300), max_size=12), reasoning=st.booleans(), offered=st.booleans()
 )
@@ -209,7 +208,6 @@ def test_any_chunking_parses_the_same(text, cuts, reasoning, offered):
         assert (other.calls, other.broken) == (parser.calls, parser.broken)
 
 
-@hypothesis.settings(max_examples=100)
 @hypothesis.given(text=TEXTS)
 def test_nothing_but_whitespace_and_tags_is_lost_without_tools(text):
     events, _ = parse(text, tools=None, reasoning=True)

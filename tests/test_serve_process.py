@@ -148,6 +148,7 @@ def test_a_server_can_be_ended_while_it_loads():
         assert process.stderr.read().splitlines()[-1] == "atlas-jax: stopped"
 
 
+@pytest.mark.long
 def test_draining_has_an_end_and_a_killed_server_ends_its_streams():
     server = Server(drain_s=0.2)
     with httpx.Client() as web, server.stream(web) as response:
