@@ -1,6 +1,9 @@
 """Hybrid drafting of tiny-agent on held-out conversations, against MTP alone and plain decoding; the outputs must be equal.
 
-    python bench/hybrid.py [--turns N] [--tokens N] [--drafts D …] [--rounds N]
+    python bench/hybrid.py [--turns N] [--tokens N] [--drafts D …] [--rounds N] [--arms NAME …]
+
+MTP alone runs with each number of drafts, the hybrid with room for 7, of which it takes as many as it trusts; every arm is set
+beside MTP alone with the first of the numbers.
 
 Arms take turns prompt by prompt, so that whatever else the machine does meets them alike. Two texts: conversations, where answers
 repeat what is in the context, and text without repeats, which is a random prompt continued at a high temperature.
@@ -28,9 +31,10 @@ LENGTH = 4352
 def arms(drafts: list[int]) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {"plain": dict(drafter="none")}
     for count in drafts:
-        out |= {f"{name}, {count} drafts": dict(drafter=name, drafts=count) for name in ("mtp", "hybrid")}
+        out[f"mtp, {count} drafts"] = dict(drafter="mtp", drafts=count)
     return out | {
-        "lookup": dict(drafter="lookup", drafts=max(drafts)),
+        "hybrid": dict(drafter="hybrid", drafts=7),
+        "lookup": dict(drafter="lookup", drafts=7),
         "hybrid, auto": dict(drafter="hybrid", drafts="auto"),
     }
 
@@ -80,8 +84,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Hybrid drafting of tiny-agent on this machine.")
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--drafts", type=int, nargs="*", default=[1, 3])
+    parser.add_argument("--drafts", type=int, nargs="*", default=[3, 1])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--arms", nargs="*", help="only these, and MTP alone")
     parser.add_argument("--max-prompt", type=int, default=LENGTH, help="leave longer conversations out")
     args = parser.parse_args()
     console = Console(width=110)
@@ -92,6 +97,8 @@ def main() -> None:
     prompts = [runtime.encode(m).tolist() for m in turns(args.turns)]
     prompts = [p for p in prompts if len(p) + args.tokens <= min(LENGTH, args.max_prompt)]
     chosen, base = arms(args.drafts), f"mtp, {args.drafts[0]} drafts"
+    if args.arms is not None:
+        chosen = {name: arm for name, arm in chosen.items() if name in (base, *args.arms)}
     found = measure(runtime, prompts, chosen, args.rounds, max_tokens=args.tokens)
     show(console, f"{len(prompts)} held-out turns of up to {args.tokens} tokens, greedy", found, base)
     for name, row in found.items():

@@ -10,7 +10,7 @@ from compile_step import compile_round
 from deviceless import assert_fits, assert_in_place, assert_one_command_buffer
 from models import CONFIGS, RUN
 
-from atlas_jax.decode.drafters import MtpChain
+from atlas_jax.decode.drafters import HybridDrafter, MtpChain
 
 pytestmark = pytest.mark.skipif(deviceless.packages() is None, reason=deviceless.MISSING)
 
@@ -23,3 +23,11 @@ def test_a_dispatch_is_one_command_buffer_and_its_state_stays_in_place(target):
     assert_one_command_buffer(compiled)
     assert_in_place(compiled)
     assert_fits(compiled)
+
+
+@pytest.mark.long
+def test_so_is_one_of_the_hybrid_whose_chain_ends_by_itself():
+    run = dataclasses.replace(RUN, dtype="bfloat16", layout="stacked", row_group=16)
+    compiled = compile_round("h200", CONFIGS["dense"], run, HybridDrafter(), K=8)
+    assert_one_command_buffer(compiled)
+    assert_in_place(compiled)

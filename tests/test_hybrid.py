@@ -165,6 +165,7 @@ def test_values_are_checked():
         dict(min_match=0),
         dict(min_match=17),
         dict(chain=0),
+        dict(sure=1.5),
         dict(least=1.5),
         dict(min_match=True),
     )

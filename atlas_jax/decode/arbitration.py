@@ -23,10 +23,13 @@ WEIGHT = 4.0  # rounds that these count for
 DECAY = 15 / 16  # of what was counted, each time a kind is judged again
 DRAFT_COST = 0.05  # of a draft of MTP, in verifies; lookup costs nothing
 MIN_MATCH = 2  # of lookup
-CHAIN = 3  # drafts of MTP
+CHAIN = 3  # drafts of MTP, where its confidence is not known (replays)
+LONGEST_CHAIN = 7  # where it is: a chain ends by itself
 # Drafts that are less likely than this to be reached and right are left out: about what a further row of a verify costs, in
 # tokens. On a GPU it is nearly free; a CPU computes rows one by one.
 LEAST = {"cpu": 0.35, "gpu": 0.05}
+# The same of a draft of MTP, which takes a step of the head as well, by the head's own probability of it and of all before it.
+SURE = {"cpu": 0.6, "gpu": 0.15}
 
 
 def kind(match: Any) -> Any:
