@@ -59,7 +59,10 @@ def same_answer(got, want):
     assert got.top_logprobs == want.top_logprobs
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 2, 3, 4, 5, 6, 7, 8, 16])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 8, *(pytest.param(n, marks=LONG) for n in (2, 4, 5, 6, 7, 16))])
 def test_every_draft_length(drafts):
     r = runtime("dense")
     want, state = plain(r, PROMPTS[0])
@@ -75,8 +78,9 @@ def test_every_draft_length(drafts):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "drafter"),
-    [("dense", "float32", "mtp"), ("dense", "bfloat16", "mtp"), ("moe", "float32", "mtp"), ("moe", "bfloat16", "mtp"),
-     ("dense", "float32", "random"), ("moe", "bfloat16", "random")],
+    [("dense", "float32", "mtp"), ("moe", "bfloat16", "mtp"), ("dense", "float32", "random"),
+     *(pytest.param(*case, marks=LONG) for case in
+       [("dense", "bfloat16", "mtp"), ("moe", "float32", "mtp"), ("moe", "bfloat16", "random")])],
 )  # fmt: skip
 def test_every_family(family, dtype, drafter):
     r = runtime(family, dtype)
@@ -88,7 +92,8 @@ def test_every_family(family, dtype, drafter):
 
 
 @pytest.mark.parametrize(
-    ("family", "drafter"), [("dense", "none"), ("dense", "mtp"), ("dense", "random"), ("moe", "mtp")]
+    ("family", "drafter"),
+    [("dense", "mtp"), ("moe", "mtp"), *(pytest.param("dense", name, marks=LONG) for name in ("none", "random"))],
 )
 def test_batches_of_mixed_lengths(family, drafter):
     r = runtime(family)
@@ -123,7 +128,7 @@ def test_more_prompts_than_slots_run_in_waves():
     assert [g.token_ids for g in got] == [want[i % 4] for i in range(6)]
 
 
-@pytest.mark.parametrize("family", ["dense", "moe"])
+@pytest.mark.parametrize("family", ["dense", pytest.param("moe", marks=LONG)])
 def test_sampling_with_a_seed_does_not_depend_on_drafts(family):
     r = runtime(family)
     cases: tuple[dict[str, Any], ...] = (
@@ -227,6 +232,7 @@ def test_the_drafter_layer_is_a_function_of_the_tokens():
         np.testing.assert_array_equal(rows[:shortest], states_[0][:shortest])
 
 
+@LONG  # tests/test_engine.py has the same of the engine
 def test_numbers_that_are_not_finite_end_one_request_only():
     """Token 95 has an embedding that is not a number: whoever reads it fails, whoever runs beside it does not notice."""
     weights = dict(runtime("dense").params["params"])

@@ -75,6 +75,6 @@ def worth(first: Any, later: Any, drafts: int, least: float, before: Any = 1.0) 
     return sum((before * first * later**i >= least) * 1 for i in range(drafts))
 
 
-def prefer_lookup(lookup: Any, mtp: Any, chain: int) -> Any:
+def prefer_lookup(lookup: Any, mtp: Any, chain: Any) -> Any:
     """Whether lookup's expected tokens are worth more than those of a chain of MTP, which takes longer."""
     return lookup * (1.0 + DRAFT_COST * chain) >= mtp

@@ -86,9 +86,8 @@ class HybridDrafter:
         looked, promised = self._promise(counts, kind, drafts)
         chain = min(self.chain, drafts)
         first, later = _rates(counts, arb.kind_of_mtp(kind))
-        length = jnp.maximum(
-            arb.worth(first, later, chain, self._sure), 1
-        )  # of a chain, as far as is known before it runs
+        # Of a chain, as far as is known before it runs.
+        length = jnp.maximum(arb.worth(first, later, chain, self._sure), 1)
         matches = match >= self.min_match
         lookup = matches & arb.prefer_lookup(promised, arb.tokens(first, later, length), length)
         return ~lookup, Plan(counts, lookup, place, kind, jnp.maximum(looked, 1), jnp.where(matches, promised, 0.0))
