@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 import deviceless
 import jax
@@ -143,7 +144,7 @@ def test_the_step_fits_for_every_head_ratio(name):
 def test_the_fold_fits_and_moves_its_state_sixteen_bytes_at_a_time(target, name, K):
     shape = gated.SHAPES[name]
     _, state, _, base, *_ = gated.step_specs(shape, 1, K, max_rows=K)
-    one = lambda x: jax.ShapeDtypeStruct((1, *x.shape[2:]), x.dtype)  # noqa: E731
+    one: Any = lambda x: jax.ShapeDtypeStruct((1, *x.shape[2:]), x.dtype)  # noqa: E731
     journal = Journal(*(one(x) for x in state[2:]))
     compiled = compile_for(target, fold, one(state.h), journal, base, base, compiler_options=CAPTURE)
     assert_fits(compiled)

@@ -29,9 +29,10 @@ def step(args: Any, K, layer=1, **state: Any):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def twin_step(args, K):
+def twin_step(args: Any, K):
     mixer, state, *rest = args
-    return twin.step(mixer, state, 1, *rest, K)
+    run: Any = twin.step
+    return run(mixer, state, 1, *rest, K)
 
 
 # ---- the gated delta rule's step ---------------------------------------------------------------------------------------
@@ -256,8 +257,9 @@ def test_eight_bit_pages_equal_their_twin():
     got, want = attention_kernel.write(pages, *args, interpret=True), paged_twin.write(pages, *args)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(x[:, 1:]).view(np.uint8), np.asarray(y[:, 1:]).view(np.uint8))
-    out = attention_kernel.attend(q, pages, 0, table, *rest, K, first=0, row_group=16, interpret=True)
-    exact = paged_twin.attend(q, pages, 0, table, *rest, K, first=0, row_group=4)
+    out = attend(given, K)
+    twin_attend: Any = paged_twin.attend
+    exact = twin_attend(q, pages, 0, table, *rest, K, first=0, row_group=4)
     for b, n in enumerate(n_rows):
         a, w = (np.asarray(x[b * K : b * K + n], np.float32) for x in (out, exact))
         np.testing.assert_allclose(a, w, rtol=2e-2, atol=2e-2)

@@ -26,7 +26,9 @@ def steps() -> Steps:
 
 
 def test_rounding_is_to_nearest_and_keeps_what_is_too_large_in_bounds():
-    x = np.float32([0.0, -0.0, 1.0, 1.0625, 1.1875, 447.0, 464.0, 1e9, -1e9, 2.0**-10, 3e-3, np.inf, -np.inf, np.nan])
+    x = np.array(
+        [0.0, -0.0, 1.0, 1.0625, 1.1875, 447.0, 464.0, 1e9, -1e9, 2.0**-10, 3e-3, np.inf, -np.inf, np.nan], np.float32
+    )
     got = np.asarray(stored(jnp.asarray(x), FLOAT8)).astype(np.float32)
     want = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     want[~np.isfinite(x)] = np.nan

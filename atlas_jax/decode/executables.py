@@ -45,14 +45,14 @@ class Executables:
         self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
     ) -> Any:
         """The executable of `key`, compiled for the shapes of `args` if it is new."""
+        made: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
-            known = self._compiled.get(key)
-            if known is None:
-                made = self._compiled[key] = concurrent.futures.Future()
+            known = self._compiled.setdefault(key, made)
+            if known is made:
                 if not self._compiling:
                     self._began = time.perf_counter()
                 self._compiling += 1
-        if known is not None:
+        if known is not made:
             return known.result()
         try:
             if self.progress:
