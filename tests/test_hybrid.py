@@ -170,7 +170,7 @@ def test_values_are_checked():
         dict(min_match=True),
     )
     for bad in cases:
-        with pytest.raises(RequestError, match=r"min_match|chain|least"):
+        with pytest.raises(RequestError, match=r"min_match|chain|least|sure"):
             HybridDrafter(**bad)
     plain = dataclasses.replace(CONFIG, mtp_num_hidden_layers=0)
     with pytest.raises(RequestError, match=r"needs a checkpoint with mtp"):
