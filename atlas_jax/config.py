@@ -175,6 +175,8 @@ class RunConfig:
             A row's bits depend on this number alone, which is what makes speculative output equal to plain output.
             1, or a multiple of 4: kernels take rows in fours, and a remainder goes another way.
         page_size: tokens of a KV page, and of one step of the attention's reduction.
+        kv_pages: pages for running sequences; None for as many as all slots can fill. With fewer, more slots fit into the memory,
+            and a sequence is admitted once there are pages for its prompt and the longest answer that it asks for.
         prefill_chunk: tokens of a prefill chunk; chunks end at multiples of it.
         rounds_per_dispatch: draft-verify-accept-commit rounds that one dispatch runs.
         prefix_cache: keeps what prefill wrote, so that a prompt which begins like an earlier one goes on from there.
@@ -205,6 +207,7 @@ class RunConfig:
     max_drafts: int = 7
     row_group: int = 8
     page_size: int = 256
+    kv_pages: int | None = None
     prefill_chunk: int = 256
     rounds_per_dispatch: int = 8
     prefix_cache: bool = True
@@ -227,6 +230,8 @@ class RunConfig:
             raise ConfigError(f"kv_dtype must be None (as dtype) or float8_e4m3fn, got {self.kv_dtype!r}")
         for name in "slots max_length row_group page_size prefill_chunk rounds_per_dispatch".split():
             at_least(1, name, getattr(self, name))
+        if self.kv_pages is not None:
+            at_least(self.pages_per_slot, "kv_pages (a sequence of max_length tokens must fit)", self.kv_pages)
         at_least(0, "max_drafts", self.max_drafts)
         if self.row_group != 1 and (self.row_group < 4 or self.row_group & (self.row_group - 1)):
             # in others, a row's place in its group changes its bits: a product of 12 rows is one of 8 and four of one
@@ -280,3 +285,9 @@ class RunConfig:
     @property
     def pages_per_slot(self) -> int:
         return -(-self.max_length // self.page_size)
+
+    @property
+    def live_pages(self) -> int:
+        """Pages for running sequences."""
+        most = self.slots * self.pages_per_slot
+        return most if self.kv_pages is None else min(self.kv_pages, most)

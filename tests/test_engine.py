@@ -266,6 +266,25 @@ def _deadlines(engine: Engine, want: list[int]) -> None:
     assert time.perf_counter() - began < 5
 
 
+@pytest.mark.long
+def test_requests_wait_for_pages():
+    """Three slots' worth of pages for six slots: who fits runs, the others wait, everybody's answer is the same."""
+    run = dataclasses.replace(SMALL, slots=6, kv_pages=15, page_cache_bytes=0)
+    r = Runtime(CONFIG, run, params_of(CONFIG, run))
+    want = [r.generate(TOKENS[:n], drafter="none", max_tokens=100 - n) for n in (9, 40, 60)]
+    with pytest.raises(RequestError, match="do not fit into 15 pages together"):
+        r.generate([TOKENS[:60]] * 6, drafter="none", max_tokens=90)
+    with Engine(r, EngineConfig(buckets=(8,))) as engine:
+        most = 0
+        tickets = [engine.submit(engine.request(TOKENS[:n], max_tokens=100 - n)) for n in (9, 40, 60) * 4]
+        while not all(ticket.done for ticket in tickets):
+            most = max(most, engine.stats().running)
+            time.sleep(0.002)
+        assert [t.result().token_ids for t in tickets] == [w.token_ids for w in want] * 4
+        assert 1 < most < 6
+        assert r.loop.cache.pages.free + len(r.loop.cache.tree) == 15
+
+
 # ---- failures
 
 

@@ -38,7 +38,7 @@ def budget(config: ModelConfig, run: RunConfig) -> Budget:
     """From `RunConfig`'s bytes; where those are None, a default that fits the model and the slots."""
     weigh = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     shapes = jax.eval_shape(lambda: (init(config, run).pages, init_pool(config, run, 1)))
-    live = run.slots * run.pages_per_slot
+    live = run.live_pages
     page, snapshot = weigh(shapes[0]) // (live + 1), weigh(shapes[1])
     interval = run.snapshot_interval or 2 * math.lcm(run.page_size, run.prefill_chunk)
     if not run.prefix_cache:

@@ -73,7 +73,7 @@ class PrefixCache:
         if figures:
             self._requests = self._hits = self._pages_evicted = 0
             self._reuse = Reuse()
-        self.pages = PagePool(run.slots * run.pages_per_slot + sizes.spare_pages)
+        self.pages = PagePool(run.live_pages + sizes.spare_pages)
         self.snapshots = SnapshotStore(
             self.config, run, self.executables, sizes.snapshots, sizes.host_snapshots, run.page_size
         )
@@ -139,8 +139,13 @@ class PrefixCache:
         return Sequence(tokens, pages, Reuse(), None, frozenset(), self.tree.root, None, None)
 
     def allocate(self, most_tokens: int, have: int = 0) -> list[int]:
-        """Pages for a sequence of up to `most_tokens` tokens that has its first `have` pages, held for the caller. There are always
-        enough for as many sequences as there are slots: if need be the tree gives up all of its own."""
+        """Pages for a sequence of up to `most_tokens` tokens that has its first `have` pages, held for the caller. If need be the
+        tree gives up all of its own; there are then enough for as many sequences as there are slots, unless `kv_pages` says
+        otherwise.
+
+        Raises:
+            StateError: too few are left.
+        """
         # drafter rows may lie as far as the longest draft beyond the last token
         most = min(most_tokens + self.run.max_drafts, self.run.max_length)
         need = -(-most // self.run.page_size) - have

@@ -25,7 +25,7 @@ from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.protocol import Drafter, Taught
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.state import DecodeState, init_decode, request_values
-from atlas_jax.errors import StateError
+from atlas_jax.errors import RequestError, StateError
 from atlas_jax.metrics import Acceptance
 from atlas_jax.models import HybridModel
 
@@ -162,7 +162,13 @@ class Loop:
             if any(r.params.stop for r in requests):
                 self.executables.cut(self.state)
             for i, request in enumerate(requests):
-                live = self.admit(request, drafter, cut, i)
+                try:
+                    live = self.admit(request, drafter, cut, i)
+                except StateError as error:
+                    raise RequestError(
+                        f"the {len(requests)} prompts do not fit into {self.cache.pages.total} pages together ({error}): give "
+                        "fewer at once, ask for shorter answers, or load with more kv_pages"
+                    ) from error
                 lives.append(live)
                 while not self.prefill(live):
                     pass

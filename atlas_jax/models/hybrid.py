@@ -200,7 +200,8 @@ class HybridModel(nn.Module):
         def full_mixer(p, carry: tuple[paged_attention.Pages, Any], i: int):
             pages, recurrent = carry
             pages = paged_attention.write(pages, i, p.k, p.v, table, start, n_rows, K)
-            out = paged_attention.attend(p.q, pages, i, table, start, n_rows, K, row_group=self.row_group)
+            # Row by row on a CPU: a sequence rarely has as many rows as a group, and the others would be computed for nothing.
+            out = paged_attention.attend(p.q, pages, i, table, start, n_rows, K, row_group=1)
             return out, (pages, recurrent)
 
         def linear_mixer(p, carry: tuple[paged_attention.Pages, Any], i: int):

@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from atlas_jax.models.gated_delta_net import GatedDeltaNet, Projected, Rows
 from atlas_jax.shapes import Array, Int
-from atlas_jax.state.slots import put, put_ring
-from atlas_jax.state.snapshots import folded
+from atlas_jax.state.slots import put_ring
+from atlas_jax.state.snapshots import fold_in_place
 from atlas_jax.state.target import TargetState, leaves
 from pallas_kernels import gated_delta
+from pallas_kernels.rows import by_sequence
 
 
 class Mixing(NamedTuple):
@@ -51,24 +53,34 @@ def in_parts(
     K: int,
     rows: Callable[..., Any],
 ) -> Mixing:
-    """Plain operations; what is folded, and what goes into the rings, for all layers at once. `rows` runs functions of rows."""
+    """Plain operations; what is folded, and what goes into the rings, for all layers at once. `rows` runs functions of rows.
+
+    The recurrent state, by far the largest of what is read, is folded in place and read a sequence at a time: gathered for all
+    sequences, it would be copied some three times more.
+    """
     B, width = slots.shape[0], block.config.linear_conv_kernel_dim
     split = lambda x: x.reshape(B, K, *x.shape[1:])  # noqa: E731
     flat = lambda x: x.reshape(B * K, *x.shape[2:])  # noqa: E731
-    h = folded(state, slots)
+    h = fold_in_place(state, slots)
     past = gated_delta.window(state.conv, slots, start, width - 1)
 
     def layer(p: Projected, journal: tuple[tuple[Array, ...], ...], i: int):
         mixed, decay = split(p.mixed), split(p.decay)
         inputs = gated_delta.sliding(jnp.concatenate([past[i], mixed], axis=1), K, width)
         q, k, v = (split(x) for x in rows(lambda w: block.convolve(w, i), flat(inputs)))
-        out, u = gated_delta.verify(h[i], q, k, v, decay, split(p.beta), n_rows)
+
+        def one(slot, *rest):
+            of_slot = jax.lax.dynamic_slice(h, (i, slot, 0, 0, 0), (1, 1, *h.shape[2:]))[0]
+            q, k, v, decay, beta, n_rows = (x[None] for x in rest)
+            return jax.tree.map(lambda y: y[0], gated_delta.verify(of_slot, q, k, v, decay, beta, n_rows))
+
+        out, u = by_sequence(one, slots, q, k, v, decay, split(p.beta), n_rows)
         return flat(out), (*journal, (k, u, decay, mixed))
 
     def end(journal: tuple[tuple[Array, ...], ...]) -> dict[str, Array]:
         names = ("journal_k", "journal_u", "journal_decay", "conv")
         put_all = lambda name, x: put_ring(getattr(state, name), slots, start, jnp.stack(x))  # noqa: E731
         rings = {name: put_all(name, x) for name, x in zip(names, zip(*journal, strict=True), strict=True)}
-        return {"h": put(state.h, slots, h), **rings}
+        return {"h": h, **rings}
 
     return Mixing((), layer, end)

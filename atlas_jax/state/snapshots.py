@@ -37,6 +37,15 @@ def folded(state: TargetState, slots: Int[Array, " B"]) -> Float[Array, "Lg B Hv
     return jnp.moveaxis(h, 0, 1)
 
 
+def fold_in_place(state: TargetState, slots: Int[Array, " B"]) -> Float[Array, "Lg S Hv Dv Dk"]:
+    """`h` in which `slots` have taken in their committed journal rows, one slot after the other."""
+
+    def one(b: Array, h: Array) -> Array:
+        return put(h, slots[b][None], folded(dataclasses.replace(state, h=h), slots[b][None]))
+
+    return jax.lax.fori_loop(0, slots.shape[0], one, state.h)
+
+
 def settle(state: TargetState, slots: Int[Array, " B"]) -> TargetState:
     """Folds the committed journal rows of `slots` into h: base moves to the committed length, pending to 0."""
     length = state.length[slots]

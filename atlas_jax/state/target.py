@@ -100,8 +100,8 @@ def leaves(recurrent: Recurrent) -> dict[str, Array]:
 def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetState:
     """An empty state of `run.slots` slots and the sentinel, and a pool of pages: as many as the slots can fill, and `spare_pages`.
 
-    The page table gives each slot pages of its own. Whoever shares pages between slots, or keeps them over sequences, writes the
-    slot's row of the table (`map_pages`) before each sequence.
+    The page table gives each slot pages of its own, if there are so many. Whoever shares pages between slots, or keeps them over
+    sequences, writes the slot's row of the table (`map_pages`) before each sequence.
     """
     S, ring = run.slots + 1, 2 * run.max_rows
     Lg, dtype = config.num_linear_layers, jnp.dtype(run.dtype)
@@ -109,9 +109,10 @@ def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetSta
     Hv, Dv = config.linear_num_value_heads, config.linear_value_head_dim
     per_slot = run.pages_per_slot
     table = np.zeros((S, per_slot), np.int32)
-    table[1:] = 1 + np.arange(run.slots * per_slot, dtype=np.int32).reshape(run.slots, per_slot)
+    if run.live_pages == run.slots * per_slot:
+        table[1:] = 1 + np.arange(run.slots * per_slot, dtype=np.int32).reshape(run.slots, per_slot)
     layers = config.num_full_layers + config.mtp_num_hidden_layers
-    pages = (layers, 1 + run.slots * per_slot + spare_pages, config.num_key_value_heads)
+    pages = (layers, 1 + run.live_pages + spare_pages, config.num_key_value_heads)
     fields = (*map(Field, ("rows", "base", "pending", "drafter_start")), Field("ok", (), "bool"))
     fields = (*fields, Field("page_table", (per_slot,)))
     zeros = jnp.zeros
