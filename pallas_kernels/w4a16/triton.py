@@ -52,18 +52,17 @@ def _product(
     weight: Packed,
     *,
     columns: int = 128,
-    programs: int | None = None,
-    num_warps: int | None = None,
+    programs: int = 0,
+    num_warps: int = 0,
     interpret: bool = False,
 ) -> Array:
     R, N, blocks = x.shape[0], outputs(weight), weight.codes.shape[-3]
     x = jnp.pad(x, ((0, ROWS - R), (0, 0)))
     tiles = pl.cdiv(N, columns)
-    if programs is None:
+    if not programs:
         programs = multiprocessors() * min(max(round(tiles * blocks / multiprocessors() / 10), 3), 6)
     programs = min(programs, tiles * blocks)
     parts = _parts(tiles, blocks, programs)
-    arrays = [leaf for leaf in (weight.codes, weight.scales, getattr(weight, "zeros", None)) if leaf is not None]
     out = pl.pallas_call(
         functools.partial(_kernel, adder(weight, interpret), N, columns, tiles, blocks, programs),
         grid=(programs,),
@@ -71,7 +70,7 @@ def _product(
         compiler_params=plgpu.CompilerParams(num_warps=num_warps or columns // 64, num_stages=3),
         interpret=interpret,
         name="w4a16_product",
-    )(layer, x, *arrays)
+    )(layer, x, *arrays_of(weight))
     if len(out) == 1:
         out = out[0]
     else:
@@ -82,6 +81,12 @@ def _product(
     if isinstance(weight, Fp8) and weight.scales.shape[-2] == 1:
         out = out * weight.scales[layer[0]]
     return out[:R]
+
+
+def arrays_of(weight: Packed) -> list[Array]:
+    """What a program reads; scales of whole columns come after it."""
+    zeros = [weight.zeros] if isinstance(weight, Int4) and weight.zeros is not None else []
+    return [weight.codes, weight.scales, *zeros]
 
 
 def _parts(tiles: int, blocks: int, programs: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
-from pallas_kernels.w4a16.triton import ROWS, adder, inside, load_columns
+from pallas_kernels.w4a16.triton import ROWS, adder, arrays_of, inside, load_columns
 
 
 def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any, **tuning: Any) -> Array:
@@ -57,9 +57,7 @@ def _product(
     x = jnp.pad(x, [(0, ROWS - R if not tuples else 0)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, x.shape[-1])
     wide = jnp.full((ROWS, pl.next_power_of_2(k)), -1, jnp.int32).at[:R, :k].set(experts)
     add = _add_plain if plain else adder(weight, interpret)
-    arrays = [weight] if plain else [weight.codes, weight.scales]
-    if not plain and getattr(weight, "zeros", None) is not None:
-        arrays.append(weight.zeros)
+    arrays = [weight] if plain else arrays_of(weight)
     out = pl.pallas_call(
         functools.partial(_kernel, add, N, columns, blocks, k, tuples),
         grid=(R * k, pl.cdiv(N, columns)),
