@@ -67,7 +67,10 @@ def run(args: argparse.Namespace) -> int:
     failed = ""
     if path is not None:
         try:
-            costs.write_table(pathlib.Path(path), [m.cost for m in measured], about)
+            found = [m.cost for m in measured]
+            if args.write is None:  # the model's own table keeps what was measured before
+                found = costs.merged(found, costs.read_table(path))
+            costs.write_table(pathlib.Path(path), found, about)
         except OSError as error:
             failed, path = f"the table could not be kept in {path}: {error.strerror or error}; see --write", None
     if args.json:

@@ -86,6 +86,12 @@ def read_table(path: pathlib.Path | None) -> list[Cost]:
     return costs if all(map(_sound, costs)) else []
 
 
+def merged(new: Sequence[Cost], old: Sequence[Cost]) -> list[Cost]:
+    """`new`, then what `old` has at other lengths of context and other batches."""
+    known = {(cost.context, cost.batch) for cost in new}
+    return [*new, *(cost for cost in old if (cost.context, cost.batch) not in known)]
+
+
 def _sound(cost: Cost) -> bool:
     """Whether its times can be times: policies divide by them."""
     head = cost.draft_ms is None or (math.isfinite(cost.draft_ms) and cost.draft_ms >= 0)

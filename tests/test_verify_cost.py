@@ -12,6 +12,7 @@ from atlas_jax import verify_cost
 from atlas_jax.bench_command import counts
 from atlas_jax.cli import main
 from atlas_jax.config import FULL, LINEAR
+from atlas_jax.costs import Cost, merged, read_table, write_table
 from atlas_jax.errors import RequestError
 from atlas_jax.runtime import Runtime
 
@@ -41,6 +42,14 @@ def test_numbers_and_ranges():
     assert counts("--k", "4,1..3,2") == [1, 2, 3, 4]
     with pytest.raises(RequestError, match="1 or more"):
         counts("--k", "0")
+
+
+def test_a_table_keeps_what_was_measured_at_other_lengths_and_batches(tmp_path):
+    costs, path = [Cost(256, 1, {1: 3.0, 4: 4.0}), Cost(4096, 1, {1: 5.0}, 0.5)], tmp_path / "table.json"
+    write_table(path, costs, {})
+    again = [Cost(4096, 1, {1: 6.0}), Cost(4096, 8, {1: 9.0})]
+    write_table(path, merged(again, read_table(path)), {})
+    assert read_table(path) == [*again, costs[0]]
 
 
 def test_a_measurement_has_times_floors_and_ratios():

@@ -110,7 +110,12 @@ def completion_message(completion: Completion) -> pb.Completion:
         finish_reason=REASONS.get(completion.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
         prompt_tokens=completion.prompt_tokens,
         completion_tokens=len(completion.token_ids),
-        cache=pb.CacheUse(matched=completion.matched, restored=completion.restored, replayed=completion.replayed),
+        cache=pb.CacheUse(
+            matched=completion.matched,
+            restored=completion.restored,
+            replayed=completion.replayed,
+            granularity_share=completion.reuse.granularity_share,
+        ),
         acceptance=acceptance_message(completion.acceptance),
         timings=pb.Timings(ttft_ms=timings.ttft_ms, tpot_ms=timings.tpot_ms, tokens_per_s=timings.tokens_per_s),
     )

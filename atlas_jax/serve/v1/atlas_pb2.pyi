@@ -180,14 +180,16 @@ class Completion(_message.Message):
     def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cache: _Optional[_Union[CacheUse, _Mapping]] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
 
 class CacheUse(_message.Message):
-    __slots__ = ("matched", "restored", "replayed")
+    __slots__ = ("matched", "restored", "replayed", "granularity_share")
     MATCHED_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    GRANULARITY_SHARE_FIELD_NUMBER: _ClassVar[int]
     matched: int
     restored: int
     replayed: int
-    def __init__(self, matched: _Optional[int] = ..., restored: _Optional[int] = ..., replayed: _Optional[int] = ...) -> None: ...
+    granularity_share: float
+    def __init__(self, matched: _Optional[int] = ..., restored: _Optional[int] = ..., replayed: _Optional[int] = ..., granularity_share: _Optional[float] = ...) -> None: ...
 
 class Acceptance(_message.Message):
     __slots__ = ("steps", "drafted", "accepted", "emitted", "positions")
