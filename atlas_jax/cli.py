@@ -252,7 +252,7 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
             given[name] = value
     runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=args.max_length, progress=progress, **given)
     progress.clear()
-    print(f"[{runtime.in_force}]", file=sys.stderr, flush=True)  # also where nobody watches: logs want it
+    note(f"[{runtime.in_force}]")
     if getattr(args, "warm", False):
         report = runtime.warm_up(drafter=args.drafter, drafts=args.drafts)
         progress.clear()

@@ -39,6 +39,9 @@ class FakeRuntime:
         options["progress"]("decode rows=4")
         return self
 
+    def check_names(self, options: dict[str, Any]) -> None:
+        """Takes them all."""
+
     def completion(self) -> Any:
         from atlas_jax.metrics import Acceptance, Event, Source
 

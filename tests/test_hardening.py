@@ -164,7 +164,8 @@ class Fixed:
         if self.spoil == "raises":
             raise KeyError("mine")
         if self.spoil == "target":
-            target = dataclasses.replace(target, base=target.base + 1, h=target.h + 1)
+            every = jnp.arange(target.base.shape[0])
+            target = dataclasses.replace(target.put(every, base=target.base + 1), h=target.h + 1)
         tokens = jnp.full((B, drafts + self.width), state[0]).astype(self.kind)
         count = jnp.full(B, state[1])
         source: Any = {"sources": jnp.full((B, drafts), 99), "real sources": jnp.zeros((B, drafts))}.get(self.spoil)

@@ -196,6 +196,7 @@ def test_an_absent_transcript_ends_with_2(replay):
 
 @pytest.mark.slow
 @needs_qwen
+@pytest.mark.long
 def test_the_independent_count(shared, replay):
     """Issue 6 quotes another program's count; see bench/NOTES.md for what is left between them."""
     file = str(shared / "data" / "agentic" / "tau_airline.jsonl")

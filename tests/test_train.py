@@ -48,6 +48,7 @@ def test_reference(case):
         np.testing.assert_allclose(n @ forward.head(p, shape).T, e["mtp_logits_from_post_norm"], atol=2e-4)
 
 
+@pytest.mark.long
 def test_chain_is_drafting_step_by_step(case):
     p, shape, e = case
     ids, k, steps = e["input_ids"], 30, 3

@@ -103,6 +103,7 @@ def make_engine(args: argparse.Namespace) -> Any:
 
     with Progress() as progress:
         runtime = cli.load(args, progress)
+        _tell(runtime.in_force)
         return Engine(runtime, EngineConfig(drafter=args.drafter, drafts=args.drafts, max_waiting=args.max_waiting))
 
 
