@@ -20,6 +20,7 @@ from atlas_jax.decode.protocol import DraftContext, Drafter, Proposal
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.state import RUNNING, DecodeState
 from atlas_jax.state import TargetState
+from pallas_kernels.timing import copy_bandwidth
 
 if TYPE_CHECKING:
     from atlas_jax.runtime import Runtime
@@ -63,7 +64,7 @@ def measure(
 
     Returns: bytes a second that a copy moves on this device, and what was measured.
     """
-    speed = copy_speed()
+    speed = copy_bandwidth()
     out = []
     for context in contexts:
         for batch in batches:
@@ -153,16 +154,3 @@ def moved_bytes(config: ModelConfig, run: RunConfig, params: Any, rows: int, con
     kv = config.num_full_layers * context * 2 * config.num_key_value_heads * config.head_dim * itemsize
     head_state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
     return int(weights + batch * (kv + 2 * config.num_linear_layers * head_state))
-
-
-def copy_speed() -> float:
-    """Bytes a second that a large copy reads and writes on this device."""
-    size = 1 << (28 if jax.default_backend() == "gpu" else 25)
-    copy = jax.jit(lambda x: x + 1)
-    x = jnp.zeros(size, jnp.float32)
-    times = []
-    for _ in range(8):
-        began = time.perf_counter()
-        copy(x).block_until_ready()
-        times.append(time.perf_counter() - began)
-    return 2 * x.nbytes / min(times)

@@ -28,8 +28,9 @@ from atlas_jax.decode.mtp import MtpChain
 from atlas_jax.decode.state import RUNNING, init_decode
 from atlas_jax.models import HybridModel, call
 from atlas_jax.settings import compiler_options
-from atlas_jax.verify_cost import RandomRows, copy_speed, moved_bytes
+from atlas_jax.verify_cost import RandomRows, moved_bytes
 from atlas_jax.weights.presets import parameter_shapes, random_params, resolve
+from pallas_kernels.timing import copy_bandwidth
 
 
 class Shape:
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, nargs="*", default=[256, 2048])
     parser.add_argument("--prompt", type=int, default=8192)
     args = parser.parse_args()
-    bandwidth = copy_speed()
+    bandwidth = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     prefill: dict[tuple[bool, int], float] = {}
     for mtp in (False, True):
