@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 
 # XLA's options for GPU programs. A round, and the loop of rounds, as one CUDA graph: loops are not captured by default, nor is
 # anything short. Products go to cuBLAS, which reads a layer out of a stack in place, where XLA's own would copy it first inside a
@@ -17,6 +18,11 @@ GPU_OPTIONS: dict[str, str | int | bool] = {
     "xla_gpu_dot_merger_threshold_mb": 0,
     "xla_allow_excess_precision": False,
 }
+
+
+def matrix_precision(x: jax.Array) -> jax.lax.Precision | None:
+    """Of products of `x`: float32 is not rounded to TensorFloat-32 on the way."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def large_shared_memory() -> bool:

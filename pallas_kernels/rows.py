@@ -21,9 +21,14 @@ import jax.numpy as jnp
 from jax import Array
 
 
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is no less than `n`."""
+    return -(-n // multiple) * multiple
+
+
 def bucket(rows: int, group: int) -> int:
     """How many rows to pad `rows` to before they pass through a program of `by_row_group`s."""
-    return -(-rows // group) * group if jax.default_backend() == "gpu" else rows
+    return round_up(rows, group) if jax.default_backend() == "gpu" else rows
 
 
 def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) -> Any:
@@ -48,7 +53,7 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) 
         return jax.tree.map(lambda *ys: (ys[0] if len(ys) == 1 else jnp.concatenate(ys))[:R], *parts)
     # With one group more than there are rows for, a slice is never the whole: it would be simplified away, and a body that
     # does not depend on the iteration is moved out of the loop and compiled with what stands there.
-    total = (-(-R // group) + 1) * group
+    total = round_up(R, group) + group
     padded = [pad_rows(x, total) for x in rows]
     part = lambda i: [jax.lax.dynamic_slice_in_dim(x, i * group, group) for x in padded]  # noqa: E731
     shapes = jax.eval_shape(lambda i: f(*part(i)), jnp.int32(0))

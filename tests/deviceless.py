@@ -38,6 +38,8 @@ import deviceless_worker as worker
 import jax
 from deviceless_text import Instruction, Thunk, accesses, instructions, only_moves, resources, thunks
 
+from pallas_kernels.registry import GPU_OPTIONS
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CACHE, CACHED = ROOT / ".cache" / "deviceless", 200  # files
 TARGETS = ROOT / "tests" / "data" / "targets"
@@ -47,10 +49,7 @@ MB = 1_000_000
 
 # One command buffer for a whole loop: loops are captured only if asked for, and the few operations around one must be enough
 # to make a buffer, or not even the loop's body is captured.
-CAPTURE = {
-    "xla_gpu_graph_min_graph_size": "1",
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
-}
+CAPTURE = {name: GPU_OPTIONS[name] for name in ("xla_gpu_graph_min_graph_size", "xla_gpu_enable_command_buffer")}
 
 
 @dataclasses.dataclass(frozen=True)

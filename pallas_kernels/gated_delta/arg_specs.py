@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gated_delta.forms import Mixer, Recurrent
+from pallas_kernels.rows import round_up
 
 TAPS = 4
 
@@ -52,6 +53,7 @@ SHAPES = {
     "ratio-3": Shape(2, 6, 64, 64, layers=2),
     "ratio-4": Shape(2, 8, 64, 64, layers=2),
 }
+ROW_GROUP = 16  # rows of a step come in groups
 SMALL = {  # for the interpreter, which is slow
     "small-1": Shape(2, 2, 32, 32, layers=2),
     "small-2": Shape(1, 2, 64, 32, layers=2),
@@ -60,11 +62,6 @@ SMALL = {  # for the interpreter, which is slow
 }
 
 type StepArgs = tuple[Mixer, Recurrent, Any, Any, Any, Any, Any]
-
-
-def padded(rows: int) -> int:
-    """Rows of a step come in groups of 16."""
-    return -(-rows // 16) * 16
 
 
 def step_specs(
@@ -87,7 +84,7 @@ def step_specs(
         of((L, slots, N, Hv), f32),
     )
     number = of((B,), jnp.dtype("int32"))
-    return mixer, state, number, number, number, number, of((padded(B * K), shape.width), dtype)
+    return mixer, state, number, number, number, number, of((round_up(B * K, ROW_GROUP), shape.width), dtype)
 
 
 def step_arrays(

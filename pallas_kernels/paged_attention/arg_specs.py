@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention.api import Pages
+from pallas_kernels.rows import round_up
 
 
 class Shape(NamedTuple):
@@ -38,15 +39,11 @@ SHAPES = {
     "head-128": Shape(8, 2, 128, 64, layers=2),
     "one-group": Shape(4, 4, 64, 64, layers=2),
 }
+ROW_GROUP = 16  # rows of a step come in groups
 SMALL = {  # for the interpreter, which is slow
     "small-4": Shape(4, 1, 32, 32, layers=2),
     "small-2": Shape(4, 2, 64, 64, layers=2),
 }
-
-
-def padded(rows: int) -> int:
-    """Rows of a step come in groups of 16."""
-    return -(-rows // 16) * 16
 
 
 def pages_spec(shape: Shape, pages: int, dtype: Any = jnp.bfloat16) -> Pages:
@@ -62,7 +59,7 @@ def attend_specs(
     each = -(-context // shape.page_size)
     number = jax.ShapeDtypeStruct((B,), jnp.dtype("int32"))
     table = jax.ShapeDtypeStruct((B, each), jnp.dtype("int32"))
-    q = jax.ShapeDtypeStruct((padded(B * K), shape.H, shape.Dh), jnp.dtype(dtype))
+    q = jax.ShapeDtypeStruct((round_up(B * K, ROW_GROUP), shape.H, shape.Dh), jnp.dtype(dtype))
     return q, pages_spec(shape, B * each + 1, kv_dtype or dtype), table, number, number
 
 
@@ -71,7 +68,7 @@ def write_specs(
 ) -> tuple[Any, ...]:
     """What `api.write` takes, but for `layer` and `K`: pages, k, v, page_table, start, n_rows."""
     _, pages, *rest = attend_specs(shape, B, K, context, dtype, kv_dtype)
-    new = jax.ShapeDtypeStruct((padded(B * K), shape.Hkv, shape.Dh), jnp.dtype(dtype))
+    new = jax.ShapeDtypeStruct((round_up(B * K, ROW_GROUP), shape.Hkv, shape.Dh), jnp.dtype(dtype))
     return pages, new, new, *rest
 
 

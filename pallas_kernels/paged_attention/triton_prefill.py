@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.registry import large_shared_memory
+from pallas_kernels.registry import large_shared_memory, matrix_precision
 from pallas_kernels.rows import pad_rows
 
 
@@ -44,7 +44,7 @@ def attend(
     tiles = -(-K // rows)
     # A tile may reach past a sequence's rows: they are padded, and what belongs to no row is cut off.
     padded = jnp.pad(q[: B * K].reshape(B, K, H, Dh), ((0, 0), (0, tiles * rows - K), (0, 0), (0, 0)))
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    precision = matrix_precision(q)
     out = pl.pallas_call(
         functools.partial(_tile, rows=rows, unit=unit, hides=hides, precision=precision),
         grid=(H, tiles, B),

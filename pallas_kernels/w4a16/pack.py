@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.rows import round_up
 from pallas_kernels.w4a16.forms import BLOCK
 
 
@@ -17,7 +18,7 @@ def _library(x: Any) -> Any:
 
 def padded(inputs: int) -> int:
     """Inputs in whole blocks."""
-    return -(-inputs // BLOCK) * BLOCK
+    return round_up(inputs, BLOCK)
 
 
 def blocks(codes: Any) -> Any:

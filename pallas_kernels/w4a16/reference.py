@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.registry import matrix_precision
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed
 from pallas_kernels.w4a16.pack import padded, unpack_nibbles
 
@@ -31,11 +32,10 @@ def _of(weight: Any, index: Any) -> Any:
 
 def _dot(x: Array, w: Array) -> Array:
     """[..., R, k] times [..., N, k] -> float32 [..., R, N]."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # no TF32
     batch = tuple(range(x.ndim - 2))
     contract = ((x.ndim - 1,), (w.ndim - 1,))
     return jax.lax.dot_general(
-        x, w, (contract, (batch, batch)), precision=precision, preferred_element_type=jnp.float32
+        x, w, (contract, (batch, batch)), precision=matrix_precision(x), preferred_element_type=jnp.float32
     )
 
 
@@ -110,9 +110,12 @@ def by_pair(x: Array, experts: Array, f: Any) -> Array:
 
 
 def grouped_product(x: Array, weight: Packed, sizes: Array, layer: Any) -> Array:
-    values = dequantise(weight, layer, x.shape[1], x.dtype)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.ragged_dot(x, values, sizes, precision=precision, preferred_element_type=jnp.float32)
+    return grouped(x, dequantise(weight, layer, x.shape[1], x.dtype), sizes)
+
+
+def grouped(x: Array, weight: Array, sizes: Array) -> Array:
+    """Rows sorted by expert times a plain weight [E, K, N]."""
+    return jax.lax.ragged_dot(x, weight, sizes, precision=matrix_precision(x), preferred_element_type=jnp.float32)
 
 
 def dequantise(weight: Packed, layer: Any, inputs: int, dtype: Any) -> Array:
