@@ -1,4 +1,4 @@
-"""The GPU kernels, run by Pallas' interpreter on the CPU, against their twins and against themselves."""
+"""The GPU kernels against their twins and against themselves: themselves on a GPU, by Pallas' interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from pallas_kernels.paged_attention import triton as attention_kernel
 
 # Both are float32 throughout; they add in another order.
 CLOSE: Any = dict(rtol=2e-4, atol=2e-5)
+on_gpu = jax.default_backend() == "gpu"
+interpret = not on_gpu
 
 
 def step(args: Any, K, layer=1, **state: Any):
     mixer, recurrent, *rest = args
     run: Any = step_kernel.step
-    return run(mixer, recurrent, layer, *rest, K, interpret=True, **state)
+    return run(mixer, recurrent, layer, *rest, K, interpret=interpret, **state)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -87,7 +89,6 @@ def test_step_rounds_to_bfloat16_where_its_twin_does():
 
 def test_rows_of_a_step_together_equal_rows_one_by_one_whatever_was_accepted():
     """With == on a GPU. On a CPU, XLA contracts products in what the interpreter made of row 0 otherwise than in a loop's rows."""
-    on_gpu = jax.default_backend() == "gpu"
     same = (
         np.testing.assert_array_equal if on_gpu else functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     )
@@ -100,7 +101,7 @@ def test_rows_of_a_step_together_equal_rows_one_by_one_whatever_was_accepted():
     def run(state, at, pending, rows, first, K):
         given = jnp.roll(projected, -first, axis=0)
         args = mixer, state, 1, slots, number(at), number(pending), number(rows), given, K
-        return step_kernel.step(*args, interpret=not on_gpu)
+        return step_kernel.step(*args, interpret=interpret)
 
     singles, outs, alone = [], [], state
     for t in range(K + 1):
@@ -149,7 +150,7 @@ def relative(x, want):
 )
 def test_prefill_equals_the_recurrence_in_float64(name, B, T, padding, hard):
     args = gated.prefill_arrays(gated.SMALL[name], B, T, padding=padding, hard=hard)
-    out, state = triton_prefill.prefill(*args, chunk=64, interpret=True)
+    out, state = triton_prefill.prefill(*args, chunk=64, interpret=interpret)
     want, want_state = recurrence(*args)
     # The state keeps 16 bits of every factor; the output is read in bfloat16.
     assert relative(state, want_state) < 1e-4
@@ -159,9 +160,9 @@ def test_prefill_equals_the_recurrence_in_float64(name, B, T, padding, hard):
 
 def test_padding_after_the_rows_of_a_prefill_changes_no_bit_of_the_state():
     args = gated.prefill_arrays(gated.SMALL["small-1"], 1, 96, padding=30)
-    _, state = triton_prefill.prefill(*args, chunk=64, interpret=True)
+    _, state = triton_prefill.prefill(*args, chunk=64, interpret=interpret)
     short = [args[0], *(x[:, :66] for x in args[1:])]
-    np.testing.assert_array_equal(state, triton_prefill.prefill(*short, chunk=64, interpret=True)[1])
+    np.testing.assert_array_equal(state, triton_prefill.prefill(*short, chunk=64, interpret=interpret)[1])
 
 
 def test_prefill_refuses_another_chunk():
@@ -174,7 +175,7 @@ def test_prefill_refuses_another_chunk():
 
 def attend(given, K, first=0, **tuning):
     q, pages, *rest = given
-    return attention_kernel.attend(q, pages, 0, *rest, K, first=first, row_group=1, interpret=True, **tuning)
+    return attention_kernel.attend(q, pages, 0, *rest, K, first=first, row_group=1, interpret=interpret, **tuning)
 
 
 def assert_attends(given, K, first, dtype, **tuning):
@@ -241,7 +242,7 @@ def test_write_equals_its_twin_and_writes_nothing_else():
     given, (k, v) = paged.arrays(paged.SMALL["small-2"], K, start=start, n_rows=n_rows, garbage=True)
     _, pages, table, *rest = given
     args: Any = (1, k, v, table, *rest, K)
-    got = attention_kernel.write(pages, *args, interpret=True)
+    got = attention_kernel.write(pages, *args, interpret=interpret)
     want = paged_twin.write(pages, *args)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x[:, 1:], y[:, 1:])
@@ -254,7 +255,7 @@ def test_eight_bit_pages_equal_their_twin():
     given, (k, v) = paged.arrays(paged.SMALL["small-2"], K, garbage=True, **options)
     q, pages, table, *rest = given
     args: Any = (1, 200 * k, v, table, *rest, K)  # some beyond what eight bits hold
-    got, want = attention_kernel.write(pages, *args, interpret=True), paged_twin.write(pages, *args)
+    got, want = attention_kernel.write(pages, *args, interpret=interpret), paged_twin.write(pages, *args)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(x[:, 1:]).view(np.uint8), np.asarray(y[:, 1:]).view(np.uint8))
     out = attend(given, K)
