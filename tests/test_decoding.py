@@ -274,6 +274,28 @@ def test_counters_count():
         assert part.drafts_accepted in (24 - part.steps, 24 - part.steps + 1)
 
 
+def test_synthetic_acceptance_by_place():
+    """Rates hold for each place, where the drafts before were right, also while the MTP head drafts; the answer stays the same."""
+    r = runtime("dense")
+    want, state = plain(r, PROMPTS[0])
+    script = dict(script=want.token_ids, max_tokens=24, drafts=3, **LOGGED)
+    got = r.generate(PROMPTS[0], drafter=ScriptedDrafter((1.0, 0.0, 1.0), mtp=True), **script)
+    same_answer(got, want)
+    assert_same(settled(r, 1), state)
+    assert np.asarray(got.acceptance.histogram).tolist()[:5] == [0, 0, 12, 0, 0]
+    assert np.asarray(got.acceptance.accepted)[:3].tolist() == [12, 0, 0]
+    rates = (0.9, 0.6, 0.3)
+    accepted = [
+        r.generate(PROMPTS[0], drafter=ScriptedDrafter(rates, mtp=True), seed=i, **script).acceptance for i in range(24)
+    ]
+    total = Acceptance.merge(accepted)
+    for rate, reached, right in zip(rates, total.reached, total.accepted, strict=False):
+        assert abs(right / reached - rate) < 4 * (rate * (1 - rate) / reached) ** 0.5
+    for wrong in ((), (0.5, 1.5), -0.1):
+        with pytest.raises(RequestError, match="acceptance"):
+            ScriptedDrafter(wrong)
+
+
 @dataclasses.dataclass(frozen=True)
 class Alternating:
     """Drafts token 0 and says that even places came from lookup and odd ones from the MTP head."""

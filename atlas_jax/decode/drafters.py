@@ -60,39 +60,58 @@ class RandomDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedDrafter:
-    """Drafts from a known answer, each right with probability `acceptance`: forced accept (1), forced reject (0), or throughput
-    at a chosen acceptance with output that stays exact.
+    """Drafts from a known answer, right as often as asked: forced accept (1), forced reject (0), or throughput at a chosen
+    acceptance with output that stays exact.
 
-    Its state is the acceptance, [S], and the script: prompt and answer, [S, max_length + 1].
+    Attributes:
+        acceptance: how often a draft is right; or how often the first, the second … is, where those before it were (the last
+            rate counts for all after it). Drafts are drawn independently, by the request's seed and the position.
+        mtp: lets the MTP head draft as `MtpChain` does first, so that a round takes the time it takes with such drafts. The
+            head's drafts stand where a wrong one is due (changed where they happen to be right).
+
+    Its state are the rates, [S, max_drafts], so that one executable serves them all, and the script: prompt and answer,
+    [S, max_length + 1].
     """
 
-    acceptance: float = dataclasses.field(default=1.0, compare=False)  # in the state: one executable serves them all
+    acceptance: float | tuple[float, ...] = dataclasses.field(default=1.0, compare=False)
+    mtp: bool = False
     name: ClassVar[str] = "scripted"
     by_hidden: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.acceptance <= 1:
-            raise RequestError(f"acceptance must lie in 0 … 1, got {self.acceptance}")
+        if not self._rates or not all(0 <= rate <= 1 for rate in self._rates):
+            raise RequestError(f"acceptance must lie in 0 … 1, or be a tuple of such rates, got {self.acceptance}")
+
+    @property
+    def _rates(self) -> tuple[float, ...]:
+        return self.acceptance if isinstance(self.acceptance, tuple) else (self.acceptance,)
 
     def init(self, config: ModelConfig, run: RunConfig) -> Any:
-        S = run.slots + 1
-        return jnp.full(S, self.acceptance, jnp.float32), jnp.zeros((S, run.max_length + 1), jnp.int32)
+        if self.mtp:
+            MtpChain().init(config, run)
+        S, places = run.slots + 1, run.max_drafts
+        rates = np.asarray((self._rates + self._rates[-1:] * places)[:places], np.float32)
+        return jnp.tile(rates, (S, 1)), jnp.zeros((S, run.max_length + 1), jnp.int32)
 
     def teach(self, state: Any, slot: int, known: np.ndarray) -> Any:
-        acceptance, script = state
-        return acceptance, script.at[slot].set(np.pad(known, (0, script.shape[1] - known.size)))
+        rates, script = state
+        return rates, script.at[slot].set(np.pad(known, (0, script.shape[1] - known.size)))
 
     def propose(self, context: DraftContext, target: TargetState, state: Any, drafts: int) -> Proposal:
-        acceptance, script = state
+        rates, script = state
+        at = jnp.minimum(context.length[:, None] + 1 + jnp.arange(drafts), script.shape[1] - 1)
+        due = jnp.take_along_axis(script[context.slots], at, axis=1)
+        wrong = (due + 1) % context.vocab_size
+        if self.mtp:
+            drafted = MtpChain().propose(context, target, (), drafts)
+            target, wrong = drafted.target, jnp.where(drafted.tokens == due, wrong, drafted.tokens)
 
-        def one(slot: Array, length: Array, seed: Array) -> Array:
-            at = jnp.minimum(length + 1 + jnp.arange(drafts), script.shape[1] - 1)
+        def draw(length: Array, seed: Array) -> Array:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(2), seed), length)
-            right = jax.random.uniform(key, (drafts,)) < acceptance[slot]
-            return jnp.where(right, script[slot, at], (script[slot, at] + 1) % context.vocab_size)
+            return jax.random.uniform(key, (drafts,))
 
-        tokens = jax.vmap(one)(context.slots, context.length, context.seed)
-        return Proposal(tokens, jnp.full(tokens.shape[0], drafts, jnp.int32), target, state)
+        right = jax.vmap(draw)(context.length, context.seed) < rates[context.slots, :drafts]
+        return Proposal(jnp.where(right, due, wrong), jnp.full(at.shape[0], drafts, jnp.int32), target, state)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
