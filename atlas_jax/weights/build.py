@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,12 @@ class Prepared:
             for views, kind in zip(self.views, self.kinds, strict=True)
         )
         return _form_of(self.kinds, self.groups, self.join, self.dtype, shapes)
+
+    def touch(self) -> None:
+        """Has the file's pages read. numpy lets other threads run meanwhile, which an access by `mmap` does not."""
+        for tensors in self.views:
+            for x in (x for parts in tensors.values() for x in parts if x.size):
+                x.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE].max()
 
     def value(self) -> Any:
         """The weight, on the device."""

@@ -9,6 +9,7 @@ must have the sums of the manifest; otherwise the entry is dropped and made anew
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -17,16 +18,17 @@ import shutil
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-VERSION = 1  # of the packed forms and of the entries
-MANIFEST = "manifest.json"
+VERSION = 2  # of the packed forms and of the entries
+MANIFEST, PART = "manifest.json", ".part"
 SAMPLE, EVERY = 1 << 16, 64 << 20  # bytes of a file that its identity looks at
-CHUNK = 64 << 20  # bytes that are read at once
+CHUNK = 64 << 20  # bytes that are written and read as one
+AT_ONCE = 4  # weights that are read, or written, side by side; the host holds as many
 
 
 class Damaged(Exception):
@@ -54,13 +56,13 @@ def read(entry: pathlib.Path, forms: Mapping[str, Any]) -> dict[str, Any] | None
     Args:
         forms: what each weight must be like, as `jax.eval_shape` says it.
     """
-    if not (entry / MANIFEST).exists():
+    if not entry.exists():
         return None
     try:
         return _read(entry, forms)
     except Exception as error:  # orbax and tensorstore raise what they like at damaged files
         warnings.warn(f"{entry}: the packed weights there are damaged ({error}); they are made anew", stacklevel=2)
-        shutil.rmtree(entry, ignore_errors=True)
+        _remove(entry)
         return None
 
 
@@ -68,42 +70,55 @@ def _read(entry: pathlib.Path, forms: Mapping[str, Any]) -> dict[str, Any]:
     manifest = json.loads((entry / MANIFEST).read_text())
     if manifest.get("version") != VERSION or set(manifest["weights"]) != set(forms):
         raise Damaged("they are of another version or model")
-    out: dict[str, Any] = {}
     for name, form in forms.items():
-        leaves, tree = jax.tree.flatten(form)
-        sums = manifest["weights"][name]
-        if [_kind(leaf) for leaf in leaves] != [entry[:2] for entry in sums]:
+        if [_kind(leaf) for leaf in jax.tree.leaves(form)] != [about[:2] for about in manifest["weights"][name]]:
             raise Damaged(f"{name} is of another form")
-        arrays = _restore(entry / name, len(leaves))
-        for leaf, array, entry_ in zip(leaves, arrays, sums, strict=True):
-            if (array.shape, array.dtype) != (leaf.shape, leaf.dtype) or checksums(array) != entry_[2]:
+
+    def weight(name: str) -> Any:
+        leaves, tree = jax.tree.flatten(forms[name])
+        arrays = _restore(entry / name, leaves)
+        for array, (*_, sums) in zip(arrays, manifest["weights"][name], strict=True):
+            if checksums(array) != sums:
                 raise Damaged(f"{name} has other bytes than were written")
-        out[name] = jax.tree.unflatten(tree, [jax.block_until_ready(jax.device_put(array)) for array in arrays])
-    return out
+        # Waiting bounds what is in flight: the copies to the device read the arrays' memory.
+        return jax.block_until_ready(jax.tree.unflatten(tree, [jax.device_put(array) for array in arrays]))
+
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        return dict(zip(forms, pool.map(weight, forms), strict=True))
 
 
 def write(entry: pathlib.Path, weights: Mapping[str, Any]) -> None:
     """Keeps weights in a new entry. A failure is a warning: the cache is only there to save time."""
-    part = entry.with_name(f"{entry.name}.{uuid.uuid4().hex[:8]}.part")
+    part = entry.with_name(f"{entry.name}.{uuid.uuid4().hex[:8]}{PART}")
+
+    def keep(name: str) -> list[Any]:
+        arrays = jax.device_get(jax.tree.leaves(weights[name]))
+        _save(part / name, arrays)
+        return [[*_kind(array), checksums(array)] for array in arrays]
+
     try:
         part.mkdir(parents=True)
-        sums = {}
-        for name, weight in weights.items():
-            arrays = jax.device_get(jax.tree.leaves(weight))
-            _save(part / name, arrays)
-            sums[name] = [[*_kind(array), checksums(array)] for array in arrays]
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            sums = dict(zip(weights, pool.map(keep, weights), strict=True))
         (part / MANIFEST).write_text(json.dumps({"version": VERSION, "weights": sums}))
-        shutil.rmtree(entry, ignore_errors=True)
         os.replace(part, entry)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as above
         warnings.warn(f"{entry}: the packed weights could not be kept ({error})", stacklevel=2)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _remove(entry: pathlib.Path) -> None:
+    """At once, as far as others see: whoever reads it meanwhile finds it damaged, but nobody finds a half of it later."""
+    gone = entry.with_name(f"{entry.name}.{uuid.uuid4().hex[:8]}{PART}")
+    with contextlib.suppress(OSError):
+        os.replace(entry, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def checksums(array: np.ndarray) -> list[int]:
     """The CRC-32 of each 64 MiB of an array."""
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    data = _bytes(array)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return list(pool.map(zlib.crc32, (data[at : at + CHUNK] for at in range(0, max(data.size, 1), CHUNK))))
 
@@ -112,19 +127,31 @@ def _kind(leaf: Any) -> list[Any]:
     return [list(leaf.shape), str(leaf.dtype)]
 
 
-def _save(folder: pathlib.Path, arrays: list[np.ndarray]) -> None:
+def _checkpointer() -> Any:
     import orbax.checkpoint as ocp
 
-    tree = {str(i): array for i, array in enumerate(arrays)}
+    # Codes are as good as random: compressing them takes minutes and saves nothing.
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+
+def _save(folder: pathlib.Path, arrays: list[np.ndarray]) -> None:
+    """Each array as a row of bytes: its chunks are contiguous, whatever its shape."""
+    import orbax.checkpoint as ocp
+
+    tree = {str(i): _bytes(array) for i, array in enumerate(arrays)}
     args = {key: ocp.SaveArgs(chunk_byte_size=CHUNK) for key in tree}
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with _checkpointer() as checkpointer:
         checkpointer.save(folder.absolute(), tree, save_args=args)
 
 
-def _restore(folder: pathlib.Path, count: int) -> list[np.ndarray]:
+def _restore(folder: pathlib.Path, leaves: Sequence[Any]) -> list[np.ndarray]:
     import orbax.checkpoint as ocp
 
-    args = {str(i): ocp.RestoreArgs(restore_type=np.ndarray) for i in range(count)}
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    args = {str(i): ocp.RestoreArgs(restore_type=np.ndarray) for i in range(len(leaves))}
+    with _checkpointer() as checkpointer:
         tree = checkpointer.restore(folder.absolute(), restore_args=args)
-    return [tree[str(i)] for i in range(count)]
+    return [tree[str(i)].view(leaf.dtype).reshape(leaf.shape) for i, leaf in enumerate(leaves)]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

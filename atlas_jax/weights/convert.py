@@ -20,7 +20,7 @@ from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.weights.checkpoint import INDEX, SINGLE, Checkpoint, read_json
 from atlas_jax.weights.hf_config import parse
 from atlas_jax.weights.load import check, load_params
-from atlas_jax.weights.names import plan
+from atlas_jax.weights.names import Leaf, plan
 from atlas_jax.weights.presets import PACKAGED
 from atlas_jax.weights.quantised.calibration import calibrated, input_moments
 from atlas_jax.weights.quantised.codes import Codes
@@ -74,15 +74,7 @@ def convert(
         raise CheckpointError(f"{out}: is there already; name a new folder")
     leaves = plan(parsed.config, checkpoint.entries)
     check(checkpoint, parsed.config, leaves)
-    wanted = {
-        name
-        for leaf in leaves
-        if (leaf.path == ("head",) and head) or (len(leaf.path) == 2 and leaf.path[1] in BLOCKS.get(leaf.path[0], ()))
-        for weight in leaf.weights
-        for part in weight.parts
-        for name in part.names
-        if not name.removesuffix(".weight").endswith(SMALL)
-    }
+    wanted = linear_weights(leaves, head)
     moments: dict[str, np.ndarray] = {}
     if texts:
         params = load_params(folder, parsed.config, dtype="float32", layout="layers")
@@ -98,7 +90,7 @@ def convert(
         }
     out.mkdir(parents=True, exist_ok=True)
     _write(out, _tensors(checkpoint, wanted, scheme, search, moments, progress))
-    config = read_json(folder / "config.json") | {"quantization_config": _description(scheme, head)}
+    config = read_json(folder / "config.json") | quantization_config(scheme, head)
     for pattern in TEMPLATE.split():
         for path in folder.glob(pattern):
             if path.name not in ("config.json", INDEX):
@@ -107,21 +99,35 @@ def convert(
     (out / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _description(scheme: Scheme, head: bool) -> dict[str, Any]:
-    """quantization_config."""
+def linear_weights(leaves: Sequence[Leaf], head: bool) -> set[str]:
+    """The tensors of a plan that are quantised."""
+    return {
+        name
+        for leaf in leaves
+        if (leaf.path == ("head",) and head) or (len(leaf.path) == 2 and leaf.path[1] in BLOCKS.get(leaf.path[0], ()))
+        for weight in leaf.weights
+        for part in weight.parts
+        for name in part.names
+        if not name.removesuffix(".weight").endswith(SMALL)
+    }
+
+
+def quantization_config(scheme: Scheme, head: bool = False) -> dict[str, Any]:
+    """What config.json says of weights so quantised."""
     weights: dict[str, Any] = {"num_bits": 4, "symmetric": True, "dynamic": False, "group_size": scheme.group}
     if scheme.kind == "nvfp4":
         weights |= {"type": "float", "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     else:
         weights |= {"type": "int", "strategy": "group"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
+    about = {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized" if scheme.kind == "nvfp4" else "pack-quantized",
         "quantization_status": "compressed",
         "ignore": [*IGNORE] if head else ["lm_head", *IGNORE],
         "config_groups": {"group_0": group},
     }
+    return {"quantization_config": about}
 
 
 def _tensors(

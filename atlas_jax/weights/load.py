@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import itertools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +22,7 @@ from atlas_jax.weights.quantised.recipe import Recipe
 from atlas_jax.weights.safetensors import some
 
 Progress = Callable[[int, int], None]
+AHEAD = 4  # weights whose pages are read before their turn
 
 
 def load_params(
@@ -82,13 +86,20 @@ def load_params(
 
 def _made(checkpoint: Checkpoint, prepared: dict[str, Made], total: int, progress: Progress | None) -> dict[str, Any]:
     done, out = 0, {}
-    for name, made in prepared.items():
-        for weight in made.weights:
-            made.add(weight.value())
-            done += weight.release(checkpoint)
-            if progress is not None:
-                progress(done, total)
-        out[name] = made.all()
+    weights = [weight for made in prepared.values() for weight in made.weights]
+    ahead = collections.deque()
+    waiting = iter(weights)
+    # Other threads have the files read while this one feeds the device.
+    with concurrent.futures.ThreadPoolExecutor(AHEAD) as pool:
+        for name, made in prepared.items():
+            for weight in made.weights:
+                ahead.extend(pool.submit(each.touch) for each in itertools.islice(waiting, AHEAD + 1 - len(ahead)))
+                ahead.popleft().result()
+                made.add(weight.value())
+                done += weight.release(checkpoint)
+                if progress is not None:
+                    progress(done, total)
+            out[name] = made.all()
     return out
 
 
