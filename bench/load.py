@@ -72,11 +72,11 @@ def tensors(config: ModelConfig, scheme: Scheme, noise: Noise) -> Iterator[Tenso
         for part in (part for weight in leaf.weights for part in weight.parts):
             for name in part.names:
                 if name not in quantised:
-                    scale = part.shape[-1] ** -0.5 if len(part.shape) > 1 else 0.1
+                    scale = part.shape[-1] ** -0.5 if part.shape[1:] else 0.1
                     size = 2 * int(np.prod(part.shape))
                     yield name, "BF16", part.shape, functools.partial(noise.numbers, noise.normal, scale, size)
                     continue
-                N, K = part.shape[0], part.shape[1]
+                N, K = part.shape
                 for key, want in layout.tensors(N, K).items():
                     shape, dtype = want.shapes[0], "BF16" if key == "weight_scale" else want.dtypes[0]
                     size = int(np.prod(shape)) * DTYPES[dtype].itemsize
