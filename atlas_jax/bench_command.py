@@ -8,6 +8,7 @@ import pathlib
 import sys
 from typing import Any
 
+from atlas_jax import draft_head_options
 from atlas_jax.errors import RequestError
 from atlas_jax.terminal import Progress, note, say, writable
 
@@ -26,6 +27,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", default="1", metavar="B[,B…]", help="sequences together (default: 1)")
     command.add_argument("--max-drafts", type=int, metavar="D", help="drafts to compile for (default: what --k needs)")
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and activations")
+    draft_head_options.add_options(command)
     command.add_argument("--write", metavar="FILE", help="keep the table here instead of beside the compilation cache")
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             max_length=max(contexts) + verify_cost.ROOM,
             max_drafts=rows[-1] - 1 if args.max_drafts is None else args.max_drafts,
             progress=progress,
+            **draft_head_options.given(args),
         )
         speed, measured = verify_cost.measure(runtime, rows, contexts, batches, progress)
     about = dict(device=jax.devices()[0].device_kind, model=model, dtype=runtime.run.dtype, copy_bytes_per_s=speed)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from atlas_jax import bench_command, convert_command
+from atlas_jax import bench_command, convert_command, draft_head_options
 from atlas_jax.config import DRAFTER_CONTEXTS
 from atlas_jax.errors import AtlasError, RequestError
 from atlas_jax.experiment import command as experiment_command
@@ -157,6 +157,7 @@ def _model_options(command: Parser) -> None:
         action=argparse.BooleanOptionalAction,
         help="rewrite the drafter's rows of accepted drafts with the target's hiddens (default: yes)",
     )
+    draft_head_options.add_options(command)
 
 
 def _answer_options(command: Parser, max_tokens: int) -> None:
@@ -244,7 +245,7 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     """The `Runtime` that the arguments name."""
     import atlas_jax
 
-    given: dict[str, Any] = {}
+    given = draft_head_options.given(args)
     if isinstance(args.drafts, int) and args.drafts > 7:
         given["max_drafts"] = args.drafts
     for name in ("drafter_context", "refeed", "prefix_cache", "slots", "kv_dtype", "weights"):

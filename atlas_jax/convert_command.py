@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
 
-from atlas_jax.errors import ConfigError
+from atlas_jax.errors import ConfigError, RequestError
 from atlas_jax.terminal import Progress, note
 from atlas_jax.weights.quantised.scheme import INT4_GROUPS, NVFP4, Scheme
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TEXTS, TOKENS = 8, 2048  # to calibrate with
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,31 +27,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="FILE.jsonl",
-        help='conversations to calibrate int4 with, {"messages": […]} a line: 8 of them, 2,048 tokens each where they have so many',
+        help='text to calibrate int4 with: {"messages": […]} or {"text": "…"} a line; '
+        f"{TEXTS} of them, the last {TOKENS:,} tokens of each",
+    )
+    parser.add_argument(
+        "--tools", metavar="FILE.json", help="tools of conversations that bring none (with --calibrate)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     scheme = scheme_of(args.weights, args.group)
+    if args.tools is not None and args.calibrate is None:
+        raise RequestError("--tools are those of conversations to calibrate with; add --calibrate FILE.jsonl")
+    if args.calibrate is not None and args.search:
+        raise RequestError("--calibrate looks for the best scales itself; leave out --search")
+    if args.calibrate is not None and scheme.kind != "int4":
+        raise RequestError("--calibrate is for int4; leave it out, or ask for --weights int4")
+    from atlas_jax.cli import read_objects
     from atlas_jax.weights.convert import convert
 
-    texts = calibration_texts(args.model, args.calibrate) if args.calibrate else []
+    tools = None if args.tools is None else read_objects("--tools", args.tools, "function")
+    texts = calibration_texts(args.model, args.calibrate, tools) if args.calibrate else []
     with Progress() as progress:
         convert(args.model, args.out, scheme, head=args.head, search=args.search, texts=texts, progress=progress)
     note(f"{args.out}: {args.model} in {scheme.name}")
     return 0
 
 
-def calibration_texts(model: str, path: str, count: int = 8, tokens: int = 2048) -> list[Any]:
-    """Token ids of conversations, the last `tokens` of each.
+def calibration_texts(
+    model: str, path: str, tools: Any = None, count: int = TEXTS, tokens: int = TOKENS
+) -> list[np.ndarray]:
+    """Token ids of the texts of a file, conversations as the model's own template renders them: `count` of them, spread over the
+    file, those with at least `tokens` first; the last `tokens` of each.
 
     Raises:
         ConfigError: the model has no tokenizer.
-        RequestError: the file is not of this kind.
+        RequestError: naming the line that is wrong.
     """
     import numpy as np
 
-    from atlas_jax.replay.transcripts import read_transcripts
+    from atlas_jax.text.chat import render_chat
     from atlas_jax.text.tokenizer import load_tokenizer
     from atlas_jax.weights.presets import resolve
 
@@ -52,8 +74,35 @@ def calibration_texts(model: str, path: str, count: int = 8, tokens: int = 2048)
     tokenizer = load_tokenizer(folder) if folder else None
     if tokenizer is None:
         raise ConfigError(f"{model} has no tokenizer.json, so text cannot be read for it; leave out --calibrate")
-    found = sorted(read_transcripts(path, tokenizer.encode), key=lambda each: len(each.tokens) < tokens)
-    return [np.asarray(each.tokens[-tokens:], np.int32) for each in found[:count]]
+
+    def text_of(row: Any) -> str:
+        if isinstance(row, dict) and isinstance(row.get("text"), str):
+            return row["text"]
+        if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+            raise RequestError("an object with messages (a list) or with a text is needed")
+        own = tools if row.get("tools") is None else row["tools"]
+        return render_chat(tokenizer, row["messages"], tools=own, add_generation_prompt=False)
+
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise RequestError(f"--calibrate {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--calibrate {path} is not text in UTF-8: {error}") from None
+    found: list[list[int]] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(list(tokenizer.encode(text_of(json.loads(line)))))
+            except (ValueError, RecursionError) as error:
+                raise RequestError(f"--calibrate {path}, line {number}: {error}") from None
+    found = [ids for ids in found if ids]
+    if not found:
+        raise RequestError(f"--calibrate {path}: there is no text in it")
+    long = [ids for ids in found if len(ids) >= tokens]
+    if len(long) < count:
+        long = sorted(found, key=len, reverse=True)[:count]
+    return [np.asarray(ids[-tokens:], np.int32) for ids in long[:: max(len(long) // count, 1)][:count]]
 
 
 def scheme_of(weights: str, group: int | None) -> Scheme:

@@ -144,6 +144,8 @@ class Runtime:
         """One line on what carries over between turns."""
         sizes, run = self.loop.cache.budget, self.run
         drafter = f"drafter context {run.drafter_context}, accepted rows {'refed' if run.refeed else 'left as drafted'}"
+        drafter += ", drafts by an int4 copy of the head" if run.draft_head == "int4" else ""
+        drafter += f", drafts from {run.draft_vocabulary} token ids" if run.draft_vocabulary else ""
         cache = "prefix cache off"
         if run.prefix_cache:
             tokens = self.loop.cache.pages.total * run.page_size

@@ -114,6 +114,22 @@ def test_what_carries_over_is_a_setting(fake, run, monkeypatch):
     assert [fake.loaded[1][name] for name in settings] == ["blind", False, False]
 
 
+def test_heads_to_draft_with(fake, run):
+    """Of every command that loads a model which drafts."""
+    line = "--draft-head int4 --draft-vocabulary 99".split()
+    assert run(*answer("--prompt", "Hi", *line))[0] == 0
+    assert (fake.loaded[1]["draft_head"], fake.loaded[1]["draft_vocabulary"]) == ("int4", 99)
+    for command in (["chat"], ["serve"], ["bench", "verify-cost"]):
+        from atlas_jax import cli, draft_head_options
+
+        args = cli.parser().parse_args([*command, "m", *line])
+        assert draft_head_options.given(args) == dict(draft_head="int4", draft_vocabulary=99)
+    for drafter in ("none", "lookup"):
+        code, out, err = run(*answer("--prompt", "Hi", "--drafter", drafter, "--draft-vocabulary", "99"))
+        assert (code, out) == (2, "") and "--draft-vocabulary" in err and drafter in err
+    assert run(*answer("--prompt", "Hi", "--draft-head", "int8"))[0] == 2
+
+
 def test_demo_compares_both_ways(fake, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     code, out, _ = run("demo")

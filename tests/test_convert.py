@@ -1,6 +1,7 @@
 """Rounding of weights, converted checkpoints, and heads that only draft."""
 
 import dataclasses
+import errno
 import json
 import pathlib
 import shutil
@@ -15,18 +16,24 @@ from test_quantised_formats import plain
 
 from atlas_jax.cli import main
 from atlas_jax.config import RunConfig
+from atlas_jax.convert_command import calibration_texts
 from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.models.draft_head import draft_logits, with_draft_head
+from atlas_jax.text.chat import render_chat
+from atlas_jax.text.tokenizer import load_tokenizer
+from atlas_jax.weights import convert as conversion
 from atlas_jax.weights.convert import convert
 from atlas_jax.weights.hf_config import model_config, recipe_in
 from atlas_jax.weights.inspect import inspect_model
 from atlas_jax.weights.load import load_params
+from atlas_jax.weights.presets import PACKAGED
 from atlas_jax.weights.quantised.calibration import calibrated, input_moments
 from atlas_jax.weights.quantised.codes import packed
 from atlas_jax.weights.quantised.rounding import rounded
 from atlas_jax.weights.quantised.scheme import NVFP4, Scheme
 
 SMALL = pathlib.Path(__file__).parent / "data" / "parity_small"
+TOOLS = [dict(type="function", function=dict(name="look", parameters=dict(type="object", properties={})))]
 SCHEMES = [Scheme("int4", 32), Scheme("int4", 128), NVFP4, Scheme("fp8", None), Scheme("fp8", 128)]
 
 
@@ -106,8 +113,11 @@ def test_the_inputs_of_every_linear_layer_are_seen(tmp_path):
 
 def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
     config = json.loads((SMALL.parent / "parity_small" / "config.json").read_text())
+    whole = dataclasses.replace(
+        CONFIG, moe_intermediate_size=32, shared_expert_intermediate_size=64, linear_value_head_dim=16
+    )  # inputs of whole groups
     fields = {
-        k: v for k, v in dataclasses.asdict(CONFIG).items() if k not in ("mtp_hidden", "eos_token_ids", "model_type")
+        k: v for k, v in dataclasses.asdict(whole).items() if k not in ("mtp_hidden", "eos_token_ids", "model_type")
     }
     text = fields | dict(model_type="qwen3_5_moe_text", num_hidden_layers=3, hidden_act="silu", rms_norm_eps=1e-6)
     text["layer_types"] = list(CONFIG.layer_types)
@@ -127,9 +137,104 @@ def test_what_cannot_be_converted(tmp_path):
         convert(SMALL, tmp_path / "out", NVFP4, head=True)
     with pytest.raises(CheckpointError, match="no such directory"):
         convert(tmp_path / "none", tmp_path / "out", NVFP4)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        convert(SMALL, tmp_path / "file" / "out", NVFP4)
     shutil.copyfile(SMALL / "config.json", tmp_path / "config.json")
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         convert(tmp_path, tmp_path / "out", NVFP4)
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(conversion, "save_file", full)
+    for out in (tmp_path / "new", tmp_path / "empty"):
+        if out.name == "empty":
+            out.mkdir()
+        with pytest.raises(CheckpointError, match=r"cannot be written.*No space left"):
+            convert(SMALL, out, NVFP4)
+        assert not out.exists()
+
+
+def test_groups_must_divide_the_inputs(tmp_path):
+    """Other readers of the format refuse such a checkpoint, so it is not written."""
+    (tmp_path / "model").mkdir()
+    config = json.loads((SMALL / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 160
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    tensors = {name: x for file in SMALL.glob("model*.safetensors") for name, x in load_file(file).items()}
+    for name, x in tensors.items():
+        if name.endswith("down_proj.weight"):
+            tensors[name] = np.ascontiguousarray(x[:, :160])
+        elif name.endswith(("gate_proj.weight", "up_proj.weight")):
+            tensors[name] = x[:160]
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"groups of 128 do not divide the inputs of .*down_proj.*160.*--group 32;?"):
+        convert(tmp_path / "model", tmp_path / "out", Scheme("int4", 128))
+    assert not (tmp_path / "out").exists()
+
+
+LINES = [{"text": "words " * 40}, {"messages": [dict(role="user", content="Hi"), dict(role="assistant", content="Ho")]}]
+
+
+def test_texts_to_calibrate_with(tmp_path):
+    """Conversations are rendered as the model's own template does, with their tools or those given; long texts go first."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*LINES, LINES[1] | {"tools": TOOLS}])) + "\n\n")
+    tokenizer = load_tokenizer(PACKAGED["tiny-agent"])
+    assert tokenizer is not None
+
+    def rendered(tools):
+        return tokenizer.encode(render_chat(tokenizer, LINES[1]["messages"], tools=tools, add_generation_prompt=False))
+
+    got = [x.tolist() for x in calibration_texts("tiny-agent", str(path))]
+    assert sorted(map(len, got)) == sorted(map(len, [tokenizer.encode("words " * 40), rendered(None), rendered(TOOLS)]))
+    assert rendered(None) in got and rendered(TOOLS) in got
+    assert [x.tolist() for x in calibration_texts("tiny-agent", str(path), tools=TOOLS)].count(rendered(TOOLS)) == 2
+    assert [x.tolist() for x in calibration_texts("tiny-agent", str(path), count=1, tokens=5)] == [
+        tokenizer.encode("words " * 40)[-5:]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("", "no text in it"),
+        ("{", "line 1"),
+        ('{"text": "a"}\n[1]', "line 2: an object with messages (a list) or with a text"),
+        ('{"text": 5}', "line 1"),
+        ('{"messages": [{"role": "nobody", "content": "a"}]}', "line 1"),
+        ('{"messages": 7}', "line 1"),
+        ("\udcff", "not text in UTF-8"),
+    ],
+)
+def test_damaged_texts_to_calibrate_with(tmp_path, capsys, text, says):
+    path = tmp_path / "texts.jsonl"
+    if text is not None:
+        path.write_bytes(text.encode(errors="surrogateescape"))
+    assert main(["convert", "tiny-agent", str(tmp_path / "out"), "--weights", "int4", "--calibrate", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "texts.jsonl" in err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--weights int4 --group 48", "choose from"),
+        ("--weights fp8", "choose from"),
+        ("--group 32", "--weights"),
+        ("--weights nvfp4 --group 32", "leave out --group"),
+        ("--weights nvfp4 --calibrate x", "--calibrate is for int4"),
+        ("--weights int4 --tools x", "add --calibrate"),
+        ("--weights int4 --search --calibrate x", "leave out --search"),
+    ],
+)
+def test_arguments_of_convert(tmp_path, capsys, options, says):
+    assert main(["convert", "tiny-agent", str(tmp_path / "out"), *options.split()]) == 2
+    assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_draft_heads():
@@ -149,5 +254,8 @@ def test_draft_heads():
         assert np.isinf(np.delete(logits, known, axis=1)).all()
     with pytest.raises(ConfigError, match=r"no mtp\.\*"):
         with_draft_head(dataclasses.replace(config, mtp_num_hidden_layers=0), RunConfig(draft_head="int4"), params)
+    for size in (64, 1000):
+        with pytest.raises(ConfigError, match="leaves nothing out: this model has 64"):
+            with_draft_head(config, RunConfig(draft_vocabulary=size), params)
     with pytest.raises(ConfigError, match="draft_vocabulary must be at least 1"):
         RunConfig(draft_vocabulary=0)

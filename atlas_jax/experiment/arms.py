@@ -39,6 +39,7 @@ ARMS = {
         Arm("checked", run=dict(probes=Probes(fingerprints=True))),
         Arm("pre_norm", config=dict(mtp_hidden="pre_norm")),
         Arm("oracle", drafter=OracleChain(2)),
+        Arm("int4_head", run=dict(draft_head="int4")),
     )
 }
 DEFAULT = "full,prefill_only,blind,no_refeed,shifted,pre_norm"

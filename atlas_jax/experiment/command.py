@@ -35,7 +35,7 @@ def add_options(command: Any, parser_class: Callable[..., Any]) -> None:
         default=DEFAULT_ARMS,
         metavar="ARM[,ARM…]",
         help=f"the first is what the others are compared with; full, prefill_only, blind, no_refeed, shifted, pre_norm, oracle, "
-        f"checked, or several joined by + (default: {DEFAULT_ARMS})",
+        f"checked, int4_head, or several joined by + (default: {DEFAULT_ARMS})",
     )
     drafter.add_argument("--drafts", type=int, default=3, metavar="D", help="tokens drafted ahead (default: 3)")
     drafter.add_argument("--max-tokens", type=int, default=96, metavar="N", help="of an answer (default: 96)")

@@ -24,7 +24,7 @@ def with_draft_head(config: ModelConfig, run: RunConfig, params: Any) -> Any:
     """The parameters, and with them the head that `run.draft_head` and `run.draft_vocabulary` ask for, if another than the exact.
 
     Raises:
-        ConfigError: there is nothing to draft with, or the head is quantised already.
+        ConfigError: there is nothing to draft with, the head is quantised already, or the vocabulary has no more tokens.
     """
     if run.draft_head == "exact" and run.draft_vocabulary is None:
         return params
@@ -32,13 +32,18 @@ def with_draft_head(config: ModelConfig, run: RunConfig, params: Any) -> Any:
         raise ConfigError(
             "draft_head and draft_vocabulary are about the model's own drafter, and it has no mtp.* tensors"
         )
+    if run.draft_vocabulary is not None and run.draft_vocabulary >= config.vocab_size:
+        raise ConfigError(
+            f"draft_vocabulary {run.draft_vocabulary} leaves nothing out: this model has {config.vocab_size} token ids; "
+            "give fewer, or leave it out"
+        )
     held = params["params"]
     head = held["embedding"] if config.tie_word_embeddings else held["head"]
     if isinstance(head, FORMS):
         raise ConfigError("this model's head is quantised already; leave draft_head 'exact' and draft_vocabulary out")
     made: dict[str, Any] = {}
     tokens = None
-    if run.draft_vocabulary is not None and run.draft_vocabulary < config.vocab_size:
+    if run.draft_vocabulary is not None:
         first = np.arange(run.draft_vocabulary)
         tokens = np.union1d(first, [i for i in config.eos_token_ids if i < config.vocab_size]).astype(np.int32)
         made["tokens"] = jnp.asarray(tokens)

@@ -7,13 +7,14 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from atlas_jax.errors import CheckpointError, ConfigError
@@ -25,7 +26,8 @@ from atlas_jax.weights.presets import PACKAGED
 from atlas_jax.weights.quantised.calibration import calibrated, input_moments
 from atlas_jax.weights.quantised.codes import Codes
 from atlas_jax.weights.quantised.rounding import rounded
-from atlas_jax.weights.quantised.scheme import BLOCKS, Scheme
+from atlas_jax.weights.quantised.scheme import BLOCKS, INT4_GROUPS, Scheme
+from atlas_jax.weights.safetensors import some
 
 SHARD_BYTES = 4 << 30
 SMALL = ("in_proj_a", "in_proj_b", "in_proj_ba", "mlp.gate", "shared_expert_gate")  # left as they are
@@ -54,8 +56,10 @@ def convert(
         progress: called with the bytes read so far and in all.
 
     Raises:
-        CheckpointError: the source cannot be loaded or is quantised already, or the target is there.
-        ConfigError: `head` for a model whose head is its embedding; a scheme that is not written.
+        CheckpointError: the source cannot be loaded or is quantised already, or the target is there or cannot be written; nothing
+            of it is left then.
+        ConfigError: `head` for a model whose head is its embedding; a scheme that is not written, or whose groups do not divide
+            a weight's inputs.
     """
     folder, out = pathlib.Path(source).expanduser(), pathlib.Path(target).expanduser()
     folder = folder if folder.is_dir() else PACKAGED.get(str(source), folder)
@@ -75,6 +79,7 @@ def convert(
     leaves = plan(parsed.config, checkpoint.entries)
     check(checkpoint, parsed.config, leaves)
     wanted = linear_weights(leaves, head)
+    _divided(checkpoint, wanted, scheme)
     moments: dict[str, np.ndarray] = {}
     if texts:
         params = load_params(folder, parsed.config, dtype="float32", layout="layers")
@@ -88,15 +93,36 @@ def convert(
             for part in weight.parts
             for name in part.names
         }
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out, _tensors(checkpoint, wanted, scheme, search, moments, progress))
     config = read_json(folder / "config.json") | quantization_config(scheme, head)
-    for pattern in TEMPLATE.split():
-        for path in folder.glob(pattern):
-            if path.name not in ("config.json", INDEX):
-                shutil.copyfile(path, out / path.name)
-    # Last, so that a folder with a config.json is complete.
-    (out / "config.json").write_text(json.dumps(config, indent=2))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            _write(out, _tensors(checkpoint, wanted, scheme, search, moments, progress))
+            for pattern in TEMPLATE.split():
+                for path in folder.glob(pattern):
+                    if path.name not in ("config.json", INDEX):
+                        shutil.copyfile(path, out / path.name)
+            # Last, so that a folder with a config.json is complete.
+            (out / "config.json").write_text(json.dumps(config, indent=2))
+        except BaseException:
+            shutil.rmtree(out, ignore_errors=True)  # it was not there, or was empty
+            raise
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{out}: cannot be written ({error})") from error
+
+
+def _divided(checkpoint: Checkpoint, wanted: Iterable[str], scheme: Scheme) -> None:
+    """Raises ConfigError for weights whose inputs are no whole groups: other readers of the format refuse them."""
+    group = scheme.group or 1
+    odd = [
+        f"{name} ({checkpoint.entries[name].shape[-1]})"
+        for name in sorted(wanted)
+        if checkpoint.entries[name].shape[-1] % group
+    ]
+    if odd:
+        fit = [str(g) for g in INT4_GROUPS if all(checkpoint.entries[name].shape[-1] % g == 0 for name in wanted)]
+        instead = f"take --weights int4 with --group {' or '.join(fit)}" if fit else "no group that can be written does"
+        raise ConfigError(f"groups of {group} do not divide the inputs of {some(odd, 3)}; {instead}")
 
 
 def linear_weights(leaves: Sequence[Leaf], head: bool) -> set[str]:
