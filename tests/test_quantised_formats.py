@@ -1,8 +1,13 @@
 """Quantised checkpoints: every layout is read as what it stands for, put where the model looks, or refused by name."""
 
+import copy
 import json
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,6 +200,64 @@ def test_a_wrong_shape_inside_is_named(tmp_path):
 def test_other_schemes_are_refused_by_name(about, name):
     with pytest.raises(Unsupported, match=name):
         recipe_of(about)
+
+
+JUNK = st.sampled_from([None, "", "x", "re:(", -1, 0, 3, 10**30, 1.5, True, [], ["re:("], [3], {}, {"a": 3}])
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    yield at
+    for key, x in inner:
+        yield from places(x, (*at, key))
+
+
+@hypothesis.given(st.sampled_from(list(FORMATS)), st.data())
+def test_damaged_descriptions_are_refused_or_understood(name, data):
+    """Whatever stands in a description in the place of what should: a refusal, when it is read, and nothing afterwards."""
+    about = json.loads(json.dumps(FORMATS[name][0]))
+    if name == "gptq":
+        about["dynamic"] = {"-:.*mlp.*": {}, "+:.*k_proj": {"bits": 4}}
+    if name == "modelopt fp8":
+        about |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": {LAYER: {"quant_algo": "FP8"}}}
+    for _ in range(data.draw(st.integers(1, 2))):
+        *path, last = data.draw(st.sampled_from([place for place in places(about) if place] or [("a",)]))
+        holder = about
+        for key in path:
+            holder = holder[key]
+        holder[last] = copy.deepcopy(data.draw(JUNK))
+    try:
+        recipe = recipe_of(about)
+    except Unsupported:
+        return
+    for module in (LAYER, "lm_head", "model.layers.0.mlp.down_proj"):
+        layout = recipe.of(module)
+        assert layout is None or layout.tensors(64, 128)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_tensor_that_is_lost_or_of_another_form_is_named(tmp_path, name):
+    about, encode = FORMATS[name]
+    module = "model.layers.1.self_attn.k_proj"
+    rng = np.random.default_rng(0)
+    tensors = random_tensors(CONFIG, False)
+    N, K = tensors.pop(f"{module}.weight").shape
+    # The other layers are left in floats, as a checkpoint may leave them.
+    stored = {f"{module}.{key}": x for key, x in encode(rng, N, K)[0].items()}
+    for key, x in stored.items():
+        if key.endswith("input_scale"):
+            continue
+        others = {
+            "missing tensors": None,
+            "do not fit": np.zeros((*x.shape, 2), x.dtype),
+            "do not fit:": x.astype(np.float64),
+        }
+        for says, other in others.items():
+            changed = {k: v for k, v in (tensors | stored | {key: other}).items() if v is not None}
+            with pytest.raises(CheckpointError, match=says.removesuffix(":")) as error:
+                load(write(tmp_path, changed), about)
+            assert key in str(error.value) or f"{module}.weight" in str(error.value)
 
 
 def test_names_in_lists_of_exceptions():

@@ -1,7 +1,10 @@
 """Packed weights that are kept: equal to those made anew, and never used when stale or damaged."""
 
+import errno
 import pathlib
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,6 +103,86 @@ def test_a_damaged_entry_is_made_anew(load):
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             assert same(load(), first) and load.made == 0, what
+
+
+def test_of_several_writers_the_first_is_kept(load):
+    """Two processes that find no entry both make one: neither harms the other's, nor says that something failed."""
+    first = load()
+    (entry,) = load.entries()
+    written = entry.stat().st_ino
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        cache.write(entry, {"other": np.zeros(3)})
+        with cache._part(load.cache / "another") as part:  # of a process that is still at it
+            cache.sweep(load.cache)
+            assert part.exists()
+            (load.cache / "another").mkdir()
+            (load.cache / "another" / "file").touch()
+            cache.write(load.cache / "another", {"other": np.zeros(3)})
+    assert entry.stat().st_ino == written and sorted(path.name for path in load.entries()) == [
+        *sorted([entry.name, "another"])
+    ]
+    assert same(load(), first) and load.made == 0
+
+
+def test_an_entry_that_another_process_made_anew_stays(load, monkeypatch):
+    load()
+    (entry,) = load.entries()
+    forms = {"a": 3}
+
+    def damaged_then_made_anew(entry, manifest, forms):
+        (entry / cache.MANIFEST).write_text("{}")
+        raise cache.Damaged("some bytes")
+
+    monkeypatch.setattr(cache, "_read", damaged_then_made_anew)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert cache.read(entry, forms) is None
+    assert (entry / cache.MANIFEST).read_text() == "{}"
+
+
+def test_what_a_killed_writer_left_is_removed(load):
+    """A writer that is killed midway leaves neither an entry nor, in the long run, its part of one."""
+    load.cache.mkdir()
+    program = (
+        "import pathlib, signal, os\n"
+        "import numpy as np\n"
+        "from atlas_jax.weights import cache\n"
+        "cache._save = lambda folder, arrays: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"cache.write(pathlib.Path({str(load.cache / 'entry')!r}), {{'a': np.zeros(3)}})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -9
+    (left,) = load.entries()
+    assert left.suffix == cache.PART
+    load()
+    (entry,) = load.entries()
+    assert entry.suffix == "" and not left.exists()
+
+
+def test_reading_writes_nothing(load):
+    """So that a cache that others may only read works."""
+    load()
+    (entry,) = load.entries()
+    about = {path: path.stat().st_mtime_ns for path in (entry, *entry.rglob("*"))}
+    load()
+    assert load.made == 0 and about == {path: path.stat().st_mtime_ns for path in (entry, *entry.rglob("*"))}
+
+
+def test_a_full_disk_is_a_warning_and_leaves_nothing(load, monkeypatch):
+    usage = shutil.disk_usage(load.model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=cache.SPARE + 1000))
+    with pytest.warns(UserWarning, match="could not be kept .they take 0.0 GB, and 1.1 GB are free"):
+        load()
+    monkeypatch.undo()
+
+    def full(folder, arrays):
+        (folder / "half").parent.mkdir()
+        (folder / "half").write_bytes(b"0" * 1000)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "_save", full)
+    with pytest.warns(UserWarning, match="could not be kept .*No space left"):
+        load()
+    assert load.entries() == []
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(load):

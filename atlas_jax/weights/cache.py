@@ -4,12 +4,17 @@ An entry is a folder of orbax checkpoints, one for each weight, and a manifest. 
 (names, sizes, times of last change, headers and samples of the contents of its files), from how it is loaded, and from the
 version of this format. Nothing in it is believed: the arrays must be those that the checkpoint's headers ask for, and their bytes
 must have the sums of the manifest; otherwise the entry is dropped and made anew.
+
+An entry is written under another name, in a folder whose lock the writer holds, and appears whole. What a writer that was killed
+left behind is known by its lock, which nobody holds, and is removed by the next one. Of several that write the same entry the first
+to end is kept.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -18,16 +23,17 @@ import shutil
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 VERSION = 2  # of the packed forms and of the entries
-MANIFEST, PART = "manifest.json", ".part"
+MANIFEST, LOCK, PART = "manifest.json", "lock", ".part"
 SAMPLE, EVERY = 1 << 16, 64 << 20  # bytes of a file that its identity looks at
 CHUNK = 64 << 20  # bytes that are written and read as one
+SPARE = 1 << 30  # bytes that are left to others on the disk
 AT_ONCE = 4  # weights that are read, or written, side by side; the host holds as many
 
 
@@ -58,16 +64,24 @@ def read(entry: pathlib.Path, forms: Mapping[str, Any]) -> dict[str, Any] | None
     """
     if not entry.exists():
         return None
+    manifest = _manifest(entry)
     try:
-        return _read(entry, forms)
+        return _read(entry, json.loads(manifest), forms)
     except Exception as error:  # orbax and tensorstore raise what they like at damaged files
         warnings.warn(f"{entry}: the packed weights there are damaged ({error}); they are made anew", stacklevel=2)
-        _remove(entry)
+        if _manifest(entry) == manifest:  # another process may have made it anew already
+            _remove(entry)
         return None
 
 
-def _read(entry: pathlib.Path, forms: Mapping[str, Any]) -> dict[str, Any]:
-    manifest = json.loads((entry / MANIFEST).read_text())
+def _manifest(entry: pathlib.Path) -> bytes:
+    try:
+        return (entry / MANIFEST).read_bytes()
+    except OSError:
+        return b""
+
+
+def _read(entry: pathlib.Path, manifest: dict[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:
     if manifest.get("version") != VERSION or set(manifest["weights"]) != set(forms):
         raise Damaged("they are of another version or model")
     for name, form in forms.items():
@@ -89,7 +103,6 @@ def _read(entry: pathlib.Path, forms: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(entry: pathlib.Path, weights: Mapping[str, Any]) -> None:
     """Keeps weights in a new entry. A failure is a warning: the cache is only there to save time."""
-    part = entry.with_name(f"{entry.name}.{uuid.uuid4().hex[:8]}{PART}")
 
     def keep(name: str) -> list[Any]:
         arrays = jax.device_get(jax.tree.leaves(weights[name]))
@@ -97,20 +110,51 @@ def write(entry: pathlib.Path, weights: Mapping[str, Any]) -> None:
         return [[*_kind(array), checksums(array)] for array in arrays]
 
     try:
-        part.mkdir(parents=True)
-        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        sweep(entry.parent)
+        if entry.exists():
+            return
+        size = sum(x.nbytes for x in jax.tree.leaves(dict(weights)))
+        if (free := shutil.disk_usage(entry.parent).free) < size + SPARE:
+            raise OSError(f"they take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+        with _part(entry) as part, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
             sums = dict(zip(weights, pool.map(keep, weights), strict=True))
-        (part / MANIFEST).write_text(json.dumps({"version": VERSION, "weights": sums}))
-        os.replace(part, entry)
+            (part / MANIFEST).write_text(json.dumps({"version": VERSION, "weights": sums}))
+            if not entry.exists():
+                os.replace(part, entry)
     except Exception as error:  # as above
-        warnings.warn(f"{entry}: the packed weights could not be kept ({error})", stacklevel=2)
+        if not entry.exists():
+            warnings.warn(f"{entry}: the packed weights could not be kept ({error})", stacklevel=2)
+
+
+def sweep(folder: pathlib.Path) -> None:
+    """Removes what writers that were killed left behind."""
+    for part in folder.glob(f"*{PART}"):
+        with contextlib.suppress(OSError), (part / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _part(entry: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A new folder beside an entry, whose lock this process holds; it is removed at the end, unless it has another name by then."""
+    part = _beside(entry)
+    part.mkdir()
+    try:
+        with (part / LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield part
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _beside(entry: pathlib.Path) -> pathlib.Path:
+    return entry.with_name(f"{entry.name}.{uuid.uuid4().hex[:8]}{PART}")
+
+
 def _remove(entry: pathlib.Path) -> None:
     """At once, as far as others see: whoever reads it meanwhile finds it damaged, but nobody finds a half of it later."""
-    gone = entry.with_name(f"{entry.name}.{uuid.uuid4().hex[:8]}{PART}")
+    gone = _beside(entry)
     with contextlib.suppress(OSError):
         os.replace(entry, gone)
     shutil.rmtree(gone, ignore_errors=True)

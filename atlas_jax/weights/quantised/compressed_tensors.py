@@ -117,7 +117,7 @@ def format_of(group: Mapping[str, Any], kind: str) -> Format:
             raise Unsupported(what)
         size = weights.get("group_size") if strategy == "group" else None
         scheme = int4_scheme(f"compressed-tensors {kind}", bits, size, symmetric)
-        return PackQuantized(scheme, weights.get("actorder") in ("group", True))
+        return PackQuantized(scheme, weights.get("actorder") in ("group", "dynamic", True))
     if kind == "nvfp4-pack-quantized" and (form, bits, strategy, weights.get("group_size")) == (
         "float",
         4,

@@ -49,7 +49,7 @@ def recipe_of(about: Any) -> Recipe:
         "modelopt": _modelopt,
         "modelopt_fp4": _modelopt,
     }
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         details = [str(about[key]) for key in ("quant_algo", "format", "fmt") if about.get(key)]
         raise Unsupported(" ".join([str(method), *details]) + f"; {METHODS} can be read")
     try:
@@ -70,10 +70,8 @@ def _compressed_tensors(about: Mapping[str, Any]) -> Recipe:
     found = about.get("config_groups") or {}
     if not isinstance(found, Mapping) or not found:
         raise Unsupported(f"compressed-tensors {kind} without config_groups")
-    groups = [
-        (tuple(group.get("targets") or ()), compressed_tensors.format_of(group, kind)) for group in found.values()
-    ]
-    ignore = tuple(about.get("ignore") or ())
+    groups = [(patterns(group.get("targets")), compressed_tensors.format_of(group, kind)) for group in found.values()]
+    ignore = patterns(about.get("ignore"))
 
     def of(module: str) -> Format | None:
         if any(matches(module, pattern) for pattern in ignore):
@@ -110,7 +108,7 @@ def _fp8(about: Mapping[str, Any]) -> Recipe:
 
 
 def _modelopt(about: Mapping[str, Any]) -> Recipe:
-    exclude = tuple(about.get("ignore") or about.get("exclude_modules") or ())
+    exclude = patterns(about.get("ignore") or about.get("exclude_modules"))
     if about.get("quant_algo") == "MIXED_PRECISION":
         layers = {
             _short(name): modelopt.format_of(layer) for name, layer in (about.get("quantized_layers") or {}).items()
@@ -119,6 +117,20 @@ def _modelopt(about: Mapping[str, Any]) -> Recipe:
     layout = modelopt.format_of(about)
     left = lambda module: any(fnmatch.fnmatchcase(name, glob) for name in _names(module) for glob in exclude)  # noqa: E731
     return Recipe(_name("modelopt", [layout]), lambda module: None if left(module) else layout)
+
+
+def patterns(names: Any) -> tuple[str, ...]:
+    """A list of names and patterns, None for none of them.
+
+    Raises:
+        TypeError, re.error: it is no such list, or has an expression that is none.
+    """
+    if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
+        raise TypeError(f"a list of names is needed, found {names!r:.200}")
+    for name in names or ():
+        if name.startswith("re:"):
+            re.compile(name.removeprefix("re:"))
+    return tuple(names or ())
 
 
 def matches(module: str, pattern: str) -> bool:
