@@ -1,6 +1,7 @@
 """Times of the gated delta rule's kernels on a GPU, beside their floors, the bars and flash-linear-attention.
 
     python -m pallas_kernels.gated_delta.bench
+    python -m pallas_kernels.gated_delta.bench --step --columns 32 64 --warps 2 4    # tunings of the step side by side
 
 A layer of the 27B shape (16 key and 48 value heads of 128x128). A step is timed as the runtime runs it: all layers one after
 another in one CUDA graph, `T` new rows with `T` pending ones to fold. Its floor is the state, read and written once, at the copy
@@ -11,13 +12,15 @@ includes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta import triton, triton_prefill
+from pallas_kernels.gated_delta import triton, triton_prefill, triton_tile
 from pallas_kernels.gated_delta.arg_specs import SHAPES, Shape, prefill_arrays, prefill_specs, step_specs
 from pallas_kernels.timing import compiled, copy_bandwidth, normal, require_gpu, row, seconds
 
@@ -46,24 +49,23 @@ def filled(specs: Any) -> Any:
     return jax.tree.unflatten(tree, [normal(i, *x.shape, dtype=x.dtype, scale=0.1) for i, x in enumerate(leaves)])
 
 
-def bench_steps(shape: Shape, B: int, rows: tuple[int, ...], bandwidth: float) -> None:
+def bench_steps(shape: Shape, B: int, rows: Sequence[int], tunings: Sequence[dict[str, Any]], bandwidth: float) -> None:
     layers = shape.layers if B == 1 else 8
-    specs = [step_specs(shape._replace(layers=layers), B, T, slots=B + 1) for T in rows]
+    cases = [(T, tuning, step_specs(shape._replace(layers=layers), B, T, slots=B + 1)) for tuning in tunings for T in rows]
     jobs = [
-        compiled(steps(T, B, layers), spec[0], spec[1], spec[6], donate=(1,))
-        for T, spec in zip(rows, specs, strict=True)
+        compiled(steps(T, B, layers, **tuning), spec[0], spec[1], spec[6], donate=(1,)) for T, tuning, spec in cases
     ]
-    mixer, state = filled(specs[0][:2])
+    mixer, state = filled(cases[0][2][:2])
     floor = 2 * B * shape.state_bytes / bandwidth * 1e6
-    first = None
-    for T, job, spec in zip(rows, jobs, specs, strict=True):
+    first = 0.0
+    for (T, tuning, spec), job in zip(cases, jobs, strict=True):
         args = mixer, state, filled(spec[6])
         time, (_, state, _) = seconds(job.result(), args, lambda out, args: (args[0], out[1], args[2]))
         us = time / layers * 1e6
-        first = first or us
-        bar, peer = (f"{x[T]:.2f}" if B == 1 else "-" for x in (BAR, PEER))
+        first = us if T == rows[0] else first
+        bar, peer = (f"{x[T]:.2f}" if B == 1 and T in x else "-" for x in (BAR, PEER))
         row(
-            f"step, batch {B}, T = {T}",
+            ", ".join([f"step, batch {B}, T = {T}", *(f"{name} {value}" for name, value in tuning.items())]),
             f"{us:.2f} us",
             f"{floor:.2f} us",
             f"{floor / us:.0%} of copy",
@@ -92,7 +94,7 @@ def bench_prefill(shape: Shape, lengths: tuple[int, ...]) -> None:
         )
 
 
-def bench_peer(shape: Shape, rows: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+def bench_peer(shape: Shape, rows: Sequence[int], lengths: tuple[int, ...]) -> None:
     """flash-linear-attention's kernels under CUDA graphs, in this process, where it is installed."""
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -139,17 +141,35 @@ def bench_peer(shape: Shape, rows: tuple[int, ...], lengths: tuple[int, ...]) ->
         row(f"fla, chunk, {T} tokens", f"{us(chunk_gated_delta_rule, T, 4):.0f} us")
 
 
+def tunings(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """All combinations of what was asked for, but those whose warps would have less than a column for each few lanes."""
+    names = {"columns": "columns", "warps": "num_warps", "lanes": "lanes", "block": "block"}
+    asked = {name: getattr(given, flag) for flag, name in names.items() if getattr(given, flag)}
+    every = [dict(zip(asked, values, strict=True)) for values in itertools.product(*asked.values())]
+    fits = lambda t: t.get("num_warps", 1) * 32 // t.get("lanes", triton_tile.LANES) <= t.get("columns", 128)  # noqa: E731
+    return [tuning for tuning in every if fits(tuning)]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", action="store_true", help="leaves the prefill and the peer out")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8], help="of a step of one sequence")
+    parser.add_argument("--columns", type=int, nargs="+", help="of a head's state in one program of the step")
+    parser.add_argument("--warps", type=int, nargs="+", help="of such a program")
+    parser.add_argument("--lanes", type=int, nargs="+", help="that share a column")
+    parser.add_argument("--block", type=int, nargs="+", help="journal rows that are loaded together")
+    given = parser.parse_args()
     require_gpu()
     bandwidth = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; copy {bandwidth / 1e12:.2f} TB/s\n")
     row("a layer of the 27B shape", "time", "floor", "share", "bar", "peer", "")
     row(*["---"] * 7)
-    shape, rows, lengths = SHAPES["27b"], (1, 2, 4, 8), (2048, 8192, 32768)
-    bench_steps(shape, 1, rows, bandwidth)
-    bench_steps(shape, 32, (4,), bandwidth)
-    bench_prefill(shape, lengths)
-    bench_peer(shape, rows, lengths)
+    shape, lengths = SHAPES["27b"], (2048, 8192, 32768)
+    bench_steps(shape, 1, given.rows, tunings(given), bandwidth)
+    bench_steps(shape, 32, (4,), tunings(given), bandwidth)
+    if not given.step:
+        bench_prefill(shape, lengths)
+        bench_peer(shape, given.rows, lengths)
 
 
 if __name__ == "__main__":

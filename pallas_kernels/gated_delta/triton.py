@@ -1,8 +1,9 @@
 """The step's linear-attention mixer as one Pallas-Triton kernel: convolution, gates, norms, fold and recurrence.
 
-One program holds `columns` value columns of one head's state in registers: it reads them once, applies the committed journal rows,
-writes them once, and runs the new rows from there one after another. Rows are a loop of run-time bound, so that the same
-instructions run for every number of rows; with the rings of `Recurrent`, no program writes what another still reads.
+A program holds `columns` value columns of one head's state in registers (`triton_tile.py`): it reads them once, applies the committed
+journal rows, writes them once, and runs the new rows from there one after another. What the rows need besides the state is made
+first, for all of them (`triton_rows.py`), while the state is on its way. Rows are loops of run-time bound, so
+that the same instructions run for every number of rows; with the rings of `Recurrent`, no program writes what another still reads.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gated_delta.forms import Journal, Mixer, Recurrent
+from pallas_kernels.gated_delta.triton_rows import Inputs, Ready, prepare
+from pallas_kernels.gated_delta.triton_tile import LANES, Keys, State, Tile
 
-BLOCK = 4  # journal rows that are loaded together
+BLOCK = 2  # journal rows that are loaded together
+TUNING = ("columns", "num_warps", "lanes", "block", "interpret")
 
 
 def step(mixer: Mixer, state: Recurrent, layer: int, *args: Any, **tuning: Any) -> tuple[Array, Recurrent]:
@@ -27,7 +31,7 @@ def step(mixer: Mixer, state: Recurrent, layer: int, *args: Any, **tuning: Any) 
     return _step(jnp.full(1, layer, jnp.int32), mixer, state, *args, **tuning)
 
 
-@functools.partial(jax.jit, static_argnames=("K", "columns", "num_warps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("K", "warm", *TUNING))
 def _step(
     layer: Array,
     mixer: Mixer,
@@ -39,85 +43,94 @@ def _step(
     projected: Array,
     K: int,
     *,
-    columns: int = 16,
+    columns: int = 64,
     num_warps: int = 4,
+    lanes: int = LANES,
+    block: int = BLOCK,
+    warm: bool = True,
     interpret: bool = False,
 ) -> tuple[Array, Recurrent]:
     R = projected.shape[0]
-    B, (_, _, Hv, Dv, _) = slots.shape[0], state.h.shape
-    Hk, columns = state.k.shape[3], min(columns, Dv)
-    taps = mixer.conv.shape[1]
-    body = functools.partial(_kernel, K, R, Hk, taps, columns)
+    B, (_, _, Hv, Dv, Dk) = slots.shape[0], state.h.shape
+    columns = min(columns, Dv)
     given = (layer, slots, base, pending, n_rows, projected, *mixer)
     first = len(given)
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    parts, rows = Dv // columns, B * K + 1  # what follows the last row is loaded too
     out, *after = pl.pallas_call(
-        body,
-        grid=(B, Hv, Dv // columns),
+        functools.partial(_kernel, K, R, columns, num_warps, lanes, block, warm, interpret),
+        grid=(B, Hv, parts),
         out_shape=(
-            jax.ShapeDtypeStruct((R, Hv, Dv), jnp.float32),
+            f32(R, Hv, Dv),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state),
+            f32(rows, Hv, parts, Dk),
+            f32(rows, Hv, parts, Dk),
+            f32(rows, Hv, parts, 4),
+            f32(rows, Hv, Dv),
         ),
         input_output_aliases={first + i: 1 + i for i in range(len(state))},
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="gated_delta_step",
     )(*given, *state)
-    return out, Recurrent(*after)
-
-
-def _update(state: Array, k: Array, u: Array, decay: Array) -> Array:
-    """S <- g S + k u^T; one helper, so that the fold and the rows that it repeats contract alike."""
-    return decay * state + k * u
+    return out, Recurrent(*after[: len(state)])
 
 
 class _Rows(NamedTuple):
     """A sequence's committed journal rows, as one program sees them."""
 
-    read: Callable[[Array], tuple[Array, Array, Array]]  # place in the ring -> (k [Dk], u [columns], decay)
+    read: Callable[[Array], tuple[Keys, Array, Array]]  # place in the ring -> k, u [Q, P, L], decay
     base: Array
     pending: Array
     ring: int
+    size: int  # rows that are loaded together
 
     def block(self, first: Any) -> tuple[Any, ...]:
         """The rows `first` …, as many as a block has; past the last one, what happens to be there."""
-        return tuple(self.read((self.base + first + i) % self.ring) for i in range(BLOCK))
+        return tuple(self.read(jax.lax.rem(self.base + first + i, self.ring)) for i in range(self.size))
 
-    def apply(self, state: Array, block: Any) -> Array:
+    def apply(self, tile: Tile, state: State, block: Any) -> State:
         """Folds all rows into `state`, given the first block."""
 
         def fold(i: Array, carry: Any) -> Any:
             state, block = carry
-            after = self.block((i + 1) * BLOCK)
+            after = self.block((i + 1) * self.size)
             for j, (k, u, decay) in enumerate(block):
-                state = jnp.where(i * BLOCK + j < self.pending, _update(state, k[None, :], u[:, None], decay), state)
+                live, updated = i * self.size + j < self.pending, tile.update(state, k, u, decay)
+                state = tuple(jnp.where(live, y, x) for x, y in zip(state, updated, strict=True))
             return state, after
 
-        return jax.lax.fori_loop(0, (self.pending + BLOCK - 1) // BLOCK, fold, (state, block))[0]
+        return jax.lax.fori_loop(0, (self.pending + self.size - 1) // self.size, fold, (state, block))[0]
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "num_warps", "interpret"))
+@functools.partial(jax.jit, static_argnames=TUNING)
 def fold(
     state: Array,
     journal: Journal,
     base: Array,
     pending: Array,
     *,
-    columns: int = 16,
+    columns: int = 64,
     num_warps: int = 4,
+    lanes: int = LANES,
+    block: int = BLOCK,
     interpret: bool = False,
 ) -> Array:
     """What a step does with the journal, by itself."""
-    B, Hv, Dv, _ = state.shape
+    B, Hv, Dv, Dk = state.shape
     ratio, ring, columns = Hv // journal.k.shape[2], journal.k.shape[1], min(columns, Dv)
 
     def body(bases, pendings, journal_k, journal_u, journal_decay, before, after):
-        b, head, mine = pl.program_id(0), pl.program_id(1), pl.ds(pl.program_id(2) * columns, columns)
+        b, head = pl.program_id(0), pl.program_id(1)
+        tile = Tile.of(pl.program_id(2), Dk, columns, num_warps, lanes, interpret)
 
         def read(at):
-            return journal_k[b, at, head // ratio, :], journal_u[b, at, head, mine], journal_decay[b, at, head]
+            k = tile.load_keys(journal_k, b, at, head // ratio)
+            return k, journal_u[b, at, head, tile.columns], journal_decay[b, at, head]
 
-        rows = _Rows(read, bases[b], pendings[b], ring)
-        after[b, head, mine, :] = rows.apply(before[b, head, mine, :], rows.block(0))
+        rows = _Rows(read, bases[b], pendings[b], ring, block)
+        first = rows.block(0)
+        tile.store(after, b, head, state=rows.apply(tile, tile.load(before, b, head), first))
 
     return pl.pallas_call(
         body,
@@ -129,109 +142,81 @@ def fold(
     )(base, pending, *journal, state)
 
 
-def _kernel(K: int, R: int, Hk: int, taps: int, columns: int, *refs) -> None:
+def _kernel(
+    K: int, R: int, columns: int, num_warps: int, lanes: int, block: int, warm: bool, interpret: bool, *refs: Any
+) -> None:
     layers, slots, bases, pendings, counts, x, conv_weight, vectors = refs[:8]
-    out, h, conv, journal_k, journal_u, journal_decay = refs[13:]
+    out, *carried = refs[13:]
+    state, ready = Recurrent(*carried[:5]), Ready(*carried[5:])
     layer = layers[0]
-    _, _, Hv, Dv, Dk = h.shape
-    ratio = Hv // Hk
+    _, _, Hv, _, Dk = state.h.shape
     b, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    key_head = head // ratio
+    key_head = head // (Hv // state.k.shape[3])
     slot, base, pending, count = slots[b], bases[b], pendings[b], counts[b]
-    start, ring, inputs = base + pending, journal_u.shape[2], conv.shape[2]
-    q_at, k_at = pl.ds(key_head * Dk, Dk), pl.ds((Hk + key_head) * Dk, Dk)
-    v_at, mine = pl.ds(2 * Hk * Dk + head * Dv + part * columns, columns), pl.ds(part * columns, columns)
-    channels = (q_at, k_at, v_at)
-    strength_at = 2 * Hk * Dk + 2 * Hv * Dv + head
+    start, ring = base + pending, state.u.shape[2]
+    tile = Tile.of(part, Dk, columns, num_warps, lanes, interpret)
+    mine = tile.columns
 
-    # Everything that is needed first is asked for here, before anything waits: a program is a chain of latencies.
-    state = h[layer, slot, head, mine, :]
-
-    rows = _Rows(
-        lambda at: (
-            journal_k[layer, slot, at, key_head, :],
-            journal_u[layer, slot, at, head, mine],
-            journal_decay[layer, slot, at, head],
-        ),
-        base,
-        pending,
-        ring,
+    # What comes from far is asked for here, before anything waits: a program is a chain of latencies.
+    h = tile.load(state.h, layer, slot, head)
+    arrived = _ask(state, layer, slot, base, pending, head, key_head, part * columns, columns) if warm else lambda ref: None
+    prepare(
+        Inputs(x, conv_weight, vectors, layer, slot, b * K, start, count), ready, state, columns, num_warps, interpret
     )
-    block = rows.block(0)
+    arrived(ready.gates)
+    if not interpret:  # whose programs have no threads
+        plgpu.debug_barrier()
+
+    def read(at):
+        k = tile.load_keys(state.k, layer, slot, at, key_head)
+        return k, state.u[layer, slot, at, head, mine], state.decay[layer, slot, at, head]
 
     def load(t):
-        r = b * K + jnp.maximum(jnp.minimum(t, count - 1), 0)
-        return tuple(x[r, c] for c in channels), x[r, strength_at], x[r, strength_at + Hv]
+        r = b * K + t
+        q, k = (tile.load_keys(ref, r, head, part) for ref in (ready.q, ready.k))
+        return q, k, ready.v[r, head, mine], *(ready.gates[r, head, part, i] for i in range(3))
 
-    def past(c, w):
-        position = start - (taps - 1) + w
-        return jnp.where(position >= 0, conv[layer, slot, jnp.maximum(position, 0) % inputs, c], 0).astype(jnp.float32)
-
-    raw = load(0)
-    window = tuple(tuple(past(c, w) for w in range(taps - 1)) for c in channels)
-    weights = [[conv_weight[layer, w, c].astype(jnp.float32) for w in range(taps)] for c in channels]
-    rate, bias = jnp.exp(vectors[layer, head]), vectors[layer, Hv + head]
-    following = load(1)
-
-    state = rows.apply(state, block)
-    h[layer, slot, head, mine, :] = state
+    rows = _Rows(read, base, pending, ring, block)
+    journal, first = rows.block(0), load(0)
+    h = rows.apply(tile, h, journal)
+    tile.store(state.h, layer, slot, head, state=h)
 
     # ---- new rows ----
-    def prepare(raw, window):
-        """A row's query, key, value, decay and write strength, and the convolution's window after it."""
-        new, strength, step = raw
-        mixed, shifted = [], []
-        for w, past, x_new in zip(weights, window, new, strict=True):
-            y = x_new.astype(jnp.float32) * w[-1]
-            for i in range(taps - 1):
-                y += past[i] * w[i]
-            y = y.astype(x.dtype).astype(jnp.float32)
-            mixed.append((y * jax.nn.sigmoid(y)).astype(x.dtype).astype(jnp.float32))
-            shifted.append((*past[1:], x_new.astype(jnp.float32)))
-        q, k, v = mixed
-        q = q * jax.lax.rsqrt(jnp.sum(q * q) + 1e-6) * Dk**-0.5
-        k = k * jax.lax.rsqrt(jnp.sum(k * k) + 1e-6)
-        decay = jnp.exp(-rate * _softplus(step.astype(jnp.float32) + bias))
-        beta = jax.nn.sigmoid(strength.astype(jnp.float32)).astype(x.dtype).astype(jnp.float32)
-        return (q, k, v, decay, beta), tuple(shifted)
-
-    shared = (head % ratio == 0) & (part == 0)
-
     def row(t, carry):
-        # While this row goes through the state, the next is prepared and the one after that is on its way.
-        state, (q, k, v, decay, beta), raw, window, following = carry
-        far = load(t + 2)
-        prepared, shifted = prepare(following, window)
-        read = jnp.sum(k[None, :] * state, axis=1)
-        u = beta * (v - decay * read)
-        state = _update(state, k[None, :], u[:, None], decay)
-        at, here = (start + t) % ring, (start + t) % inputs
-        out[b * K + t, head, mine] = jnp.sum(q[None, :] * state, axis=1)
-        journal_u[layer, slot, at, head, mine] = u
-        conv[layer, slot, here, v_at] = raw[0][2]
+        h, (q, k, v, decay, beta, both) = carry
+        following = load(t + 1)
+        # Both read the state before the update, together: q of the state after it reads g q.S + (q.k) u.
+        at_k, at_q = tile.read(h, k), tile.read(h, q)
+        u = beta * (v - decay * at_k)
+        h = tile.update(h, k, u, decay)
+        out[b * K + t, head, mine] = decay * at_q + both * u
+        state.u[layer, slot, jax.lax.rem(start + t, ring), head, mine] = u
+        return h, following
 
-        @pl.when(part == 0)
-        def _():
-            journal_decay[layer, slot, at, head] = decay
-
-        @pl.when(shared)
-        def _():
-            journal_k[layer, slot, at, key_head, :] = k
-            conv[layer, slot, here, q_at] = raw[0][0]
-            conv[layer, slot, here, k_at] = raw[0][1]
-
-        return state, prepared, following, shifted, far
-
-    prepared, window = prepare(raw, window)
-    jax.lax.fori_loop(0, count, row, (state, prepared, raw, window, following))
+    jax.lax.fori_loop(0, count, row, (h, first))
 
     # ---- padding rows read as zeros ----
     def clear(r, carry):
-        out[r, head, mine] = jnp.zeros(columns, jnp.float32)
+        out[r, head, mine] = jnp.zeros(mine.shape, jnp.float32)
         return carry
 
     jax.lax.fori_loop(b * K + count, jnp.where(b == pl.num_programs(0) - 1, R, b * K + K), clear, 0)
 
 
-def _softplus(x: Array) -> Array:
-    return jnp.maximum(x, 0.0) + jnp.log(1.0 + jnp.exp(-jnp.abs(x)))
+def _ask(
+    state: Recurrent, layer: Any, slot: Any, base: Any, pending: Any, head: Any, key_head: Any, mine: Any, columns: int
+) -> Callable[[Any], None]:
+    """Has the pending rows of the journal brought into the cache: of each 16 words all over. Call what is returned when they should
+    be there: it would write them somewhere if fewer than no rows were pending, so that the compiler takes them for needed."""
+    shape = 16, 16
+    t, word = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    at, mask = jax.lax.rem(base + t, state.k.shape[2]), t < pending
+    load = lambda ref, *index: plgpu.load(ref.at[layer, slot, at, *index], mask=mask)  # noqa: E731
+    k = load(state.k, key_head, word * (state.k.shape[4] // 16))
+    u = load(state.u, head, mine + word * (columns // 16))
+    decay = load(state.decay, head + word * 0)
+
+    def arrived(ref: Any) -> None:
+        plgpu.store(ref.at[0, 0, 0, word * 0], k + u + decay, mask=jnp.broadcast_to(pending < 0, shape))
+
+    return arrived

@@ -1,0 +1,57 @@
+"""Arithmetic of a Triton kernel in the GPU's own instructions, where JAX has no name for them and the compiler does not find them:
+it contracts no product with a sum, whatever the flags. `interpret` gives the same in plain JAX, to a rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import triton as plgpu
+
+
+def multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
+    """a * b + c, rounded once; float32, of shapes that broadcast."""
+    return a * b + c if interpret else _assembly("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def sigmoid(x: Array, interpret: bool) -> Array:
+    """1 / (1 + e^-x) in four instructions, to some 2e-7 of the result (more below -20: the error of -x / log 2, which is rounded)."""
+    if interpret:
+        return jax.nn.sigmoid(x)
+    return _assembly(
+        """{ .reg .f32 y; mul.rn.f32 y, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 y, y;
+        add.rn.f32 y, y, 0f3F800000; rcp.approx.ftz.f32 $0, y; }""",
+        x,
+    )
+
+
+def widen(x: Array, interpret: bool) -> Array:
+    """To float32; two bfloat16 numbers, which share a register, in two instructions."""
+    if interpret or x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    return _assembly("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", x, pack=2)
+
+
+def rounded(x: Array, dtype: Any, interpret: bool) -> Array:
+    """A float32 array with the numbers of `dtype` that are nearest."""
+    if interpret or dtype != jnp.bfloat16:
+        return x.astype(dtype).astype(jnp.float32)
+    both = "cvt.rn.bf16x2.f32 y, $3, $2; shl.b32 $0, y, 16; and.b32 $1, y, 0xffff0000;"
+    return _assembly("{ .reg .b32 y; " + both + " }", x, pack=2)
+
+
+def _assembly(code: str, *args: Array, pack: int = 1) -> Array:
+    """`code` for `pack` numbers of each argument at a time, which fill whole registers; float32."""
+    shape = jnp.broadcast_shapes(*(x.shape for x in args))
+    inputs = sum(pack * x.dtype.itemsize // 4 for x in args)
+    [y] = plgpu.elementwise_inline_asm(
+        code,
+        args=[jnp.broadcast_to(x, shape) for x in args],
+        constraints=",".join(["=r"] * pack + ["r"] * inputs),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
+    return y
