@@ -18,7 +18,7 @@ def multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
 
 
 def sigmoid(x: Array, interpret: bool) -> Array:
-    """1 / (1 + e^-x) in four instructions, to some 2e-7 of the result (more below -20: the error of -x / log 2, which is rounded)."""
+    """1 / (1 + e^-x) in four instructions, to some 1e-6 of the result for x above -20 (below, -x / log 2 is rounded more)."""
     if interpret:
         return jax.nn.sigmoid(x)
     return _assembly(
@@ -30,14 +30,14 @@ def sigmoid(x: Array, interpret: bool) -> Array:
 
 def widen(x: Array, interpret: bool) -> Array:
     """To float32; two bfloat16 numbers, which share a register, in two instructions."""
-    if interpret or x.dtype != jnp.bfloat16:
+    if interpret or x.dtype != jnp.bfloat16 or x.size == 1:
         return x.astype(jnp.float32)
     return _assembly("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", x, pack=2)
 
 
 def rounded(x: Array, dtype: Any, interpret: bool) -> Array:
     """A float32 array with the numbers of `dtype` that are nearest."""
-    if interpret or dtype != jnp.bfloat16:
+    if interpret or dtype != jnp.bfloat16 or x.size == 1:
         return x.astype(dtype).astype(jnp.float32)
     both = "cvt.rn.bf16x2.f32 y, $3, $2; shl.b32 $0, y, 16; and.b32 $1, y, 0xffff0000;"
     return _assembly("{ .reg .b32 y; " + both + " }", x, pack=2)

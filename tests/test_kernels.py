@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta import Recurrent, triton_prefill
+from pallas_kernels.gated_delta import Journal, Recurrent, triton_prefill
 from pallas_kernels.gated_delta import arg_specs as gated
 from pallas_kernels.gated_delta import reference as twin
 from pallas_kernels.gated_delta import triton as step_kernel
@@ -28,6 +28,14 @@ def step(args: Any, K, layer=1, **state: Any):
     mixer, recurrent, *rest = args
     run: Any = step_kernel.step
     return run(mixer, recurrent, layer, *rest, K, interpret=interpret, **state)
+
+
+def same(x, y):
+    """With == on a GPU. On a CPU, XLA contracts products in what the interpreter made of row 0 otherwise than in a loop's rows."""
+    if on_gpu:
+        np.testing.assert_array_equal(x, y)
+    else:
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -88,10 +96,6 @@ def test_step_rounds_to_bfloat16_where_its_twin_does():
 
 
 def test_rows_of_a_step_together_equal_rows_one_by_one_whatever_was_accepted():
-    """With == on a GPU. On a CPU, XLA contracts products in what the interpreter made of row 0 otherwise than in a loop's rows."""
-    same = (
-        np.testing.assert_array_equal if on_gpu else functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    )
     shape, K, base = gated.SMALL["small-2"], 3, 7
     mixer, state, slots, _, _, _, projected = gated.step_arrays(
         shape, K, base=[base], pending=[0], n_rows=[K], layer=1, max_rows=5, dtype=jnp.float32, garbage=True
@@ -117,6 +121,16 @@ def test_rows_of_a_step_together_equal_rows_one_by_one_whatever_was_accepted():
         for ring, wanted in zip(then[1:], singles[accepted][1:], strict=True):
             place = 1, 1, (base + accepted) % ring.shape[2]
             same(ring[place], wanted[place])
+
+
+def test_the_fold_alone_equals_that_of_a_step():
+    args = gated.step_arrays(
+        gated.SMALL["small-3"], 1, base=[6, 3], pending=[5, 2], n_rows=[0, 1], layer=1, max_rows=5, garbage=True
+    )
+    _, state, slots, base, pending, *_ = args
+    of_slots = Recurrent(*(x[1, slots] for x in state))
+    folded = step_kernel.fold(of_slots.h, Journal(*of_slots[2:]), base, pending, interpret=interpret)
+    same(step(args, 1)[1].h[1, slots], folded)
 
 
 # ---- the gated delta rule's prefill ------------------------------------------------------------------------------------

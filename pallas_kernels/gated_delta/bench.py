@@ -51,7 +51,9 @@ def filled(specs: Any) -> Any:
 
 def bench_steps(shape: Shape, B: int, rows: Sequence[int], tunings: Sequence[dict[str, Any]], bandwidth: float) -> None:
     layers = shape.layers if B == 1 else 8
-    cases = [(T, tuning, step_specs(shape._replace(layers=layers), B, T, slots=B + 1)) for tuning in tunings for T in rows]
+    cases = [
+        (T, tuning, step_specs(shape._replace(layers=layers), B, T, slots=B + 1)) for tuning in tunings for T in rows
+    ]
     jobs = [
         compiled(steps(T, B, layers, **tuning), spec[0], spec[1], spec[6], donate=(1,)) for T, tuning, spec in cases
     ]
@@ -62,7 +64,7 @@ def bench_steps(shape: Shape, B: int, rows: Sequence[int], tunings: Sequence[dic
         args = mixer, state, filled(spec[6])
         time, (_, state, _) = seconds(job.result(), args, lambda out, args: (args[0], out[1], args[2]))
         us = time / layers * 1e6
-        first = us if T == rows[0] else first
+        first = us if rows[0] == T else first
         bar, peer = (f"{x[T]:.2f}" if B == 1 and T in x else "-" for x in (BAR, PEER))
         row(
             ", ".join([f"step, batch {B}, T = {T}", *(f"{name} {value}" for name, value in tuning.items())]),

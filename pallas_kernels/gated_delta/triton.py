@@ -1,9 +1,9 @@
 """The step's linear-attention mixer as one Pallas-Triton kernel: convolution, gates, norms, fold and recurrence.
 
-A program holds `columns` value columns of one head's state in registers (`triton_tile.py`): it reads them once, applies the committed
-journal rows, writes them once, and runs the new rows from there one after another. What the rows need besides the state is made
-first, for all of them (`triton_rows.py`), while the state is on its way. Rows are loops of run-time bound, so
-that the same instructions run for every number of rows; with the rings of `Recurrent`, no program writes what another still reads.
+A program holds `columns` value columns of one head's state in registers (`triton_tile.py`): it reads them once, applies the
+committed journal rows, writes them once, and runs the new rows from there one after another. What the rows need besides the state
+is made first, for all of them (`triton_rows.py`), while the state is on its way. Rows are loops of run-time bound, so that the same
+instructions run for every number of rows; with the rings of `Recurrent`, no program writes what another still reads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pallas_kernels.gated_delta.forms import Journal, Mixer, Recurrent
 from pallas_kernels.gated_delta.triton_rows import Inputs, Ready, prepare
 from pallas_kernels.gated_delta.triton_tile import LANES, Keys, State, Tile
 
+COLUMNS, WARPS = 64, 4  # of a program
 BLOCK = 2  # journal rows that are loaded together
 TUNING = ("columns", "num_warps", "lanes", "block", "interpret")
 
@@ -43,8 +44,8 @@ def _step(
     projected: Array,
     K: int,
     *,
-    columns: int = 64,
-    num_warps: int = 4,
+    columns: int = COLUMNS,
+    num_warps: int = WARPS,
     lanes: int = LANES,
     block: int = BLOCK,
     warm: bool = True,
@@ -110,8 +111,8 @@ def fold(
     base: Array,
     pending: Array,
     *,
-    columns: int = 64,
-    num_warps: int = 4,
+    columns: int = COLUMNS,
+    num_warps: int = WARPS,
     lanes: int = LANES,
     block: int = BLOCK,
     interpret: bool = False,
@@ -159,7 +160,9 @@ def _kernel(
 
     # What comes from far is asked for here, before anything waits: a program is a chain of latencies.
     h = tile.load(state.h, layer, slot, head)
-    arrived = _ask(state, layer, slot, base, pending, head, key_head, part * columns, columns) if warm else lambda ref: None
+    arrived = (
+        _ask(state, layer, slot, base, pending, head, key_head, part * columns, columns) if warm else lambda ref: None
+    )
     prepare(
         Inputs(x, conv_weight, vectors, layer, slot, b * K, start, count), ready, state, columns, num_warps, interpret
     )
@@ -178,10 +181,16 @@ def _kernel(
 
     rows = _Rows(read, base, pending, ring, block)
     journal, first = rows.block(0), load(0)
+
+    def clear(r, carry):
+        out[r, head, mine] = jnp.zeros(mine.shape, jnp.float32)
+        return carry
+
+    jax.lax.fori_loop(b * K + count, jnp.where(b == pl.num_programs(0) - 1, R, b * K + K), clear, 0)  # padding rows
+
     h = rows.apply(tile, h, journal)
     tile.store(state.h, layer, slot, head, state=h)
 
-    # ---- new rows ----
     def row(t, carry):
         h, (q, k, v, decay, beta, both) = carry
         following = load(t + 1)
@@ -194,13 +203,6 @@ def _kernel(
         return h, following
 
     jax.lax.fori_loop(0, count, row, (h, first))
-
-    # ---- padding rows read as zeros ----
-    def clear(r, carry):
-        out[r, head, mine] = jnp.zeros(mine.shape, jnp.float32)
-        return carry
-
-    jax.lax.fori_loop(b * K + count, jnp.where(b == pl.num_programs(0) - 1, R, b * K + K), clear, 0)
 
 
 def _ask(

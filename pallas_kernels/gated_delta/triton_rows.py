@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ class Inputs(NamedTuple):
     slot: Array
     first: Array  # the sequence's first row of `projected`
     start: Array  # that row's position
-    count: Array
+    rows: Array  # how many
 
 
 class Ready(NamedTuple):
@@ -90,8 +89,8 @@ def prepare(given: Inputs, ready: Ready, state: Any, columns: int, num_warps: in
         put(ready.q.at[wide(r), head, part, keys], q, wide(live))
         put(ready.k.at[wide(r), head, part, keys], k, wide(live))
         put(ready.v.at[wide(r), head, mine], v, wide(live))
-        for i, y in enumerate((decay, beta, jnp.sum(q * k, axis=1))):
-            put(ready.gates.at[r, head, part, i], y, live)
+        for number, y in enumerate((decay, beta, jnp.sum(q * k, axis=1))):
+            put(ready.gates.at[r, head, part, number], y, live)
         put(state.conv.at[layer, slot, wide(here), channels[2]], windows[2][-1], wide(live))
         put(state.decay.at[layer, slot, at, head], decay, live & of_head)
         put(state.k.at[layer, slot, wide(at), key_head, keys], k, wide(live & of_key_head))

@@ -1,11 +1,11 @@
 """A program's part of a state in registers, and what is done to it: the update of a row, and what a row reads.
 
-Of `columns` value columns with Dk keys each, a thread holds arrays [Q, P, L, W], one for each j < Dk / (L W): key (j L + l) W + w of
-column p Q + q. P and L are the thread's place in its program, q, j and w count its registers: a sum over keys is one over the
+Of `columns` value columns with Dk keys each, a program holds arrays [Q, P, L, W], one for each j < Dk / (L W): key (j L + l) W + w
+of column p Q + q. P and L are a thread's place in its program, q, j and w count its registers: a sum over keys is one over the
 thread's own registers and then one over few lanes, without shared memory or barriers. Vectors of a number a column are
-[Q, P, L], the same for each lane of a column, and vectors of keys [P, L, W]. The compiler chooses this layout for each of them by
-itself: first what lies together in memory, then the last axes. All is float32, and every operation is rounded as written: what
-the fold repeats of a row comes out the same to the bit.
+[Q, P, L], the same for each lane of a column, and vectors of keys [P, L, W], the same for each column of a lane. The compiler
+chooses this layout for each of them by itself: first what lies together in memory, then the last axes. All is float32, and
+every operation is rounded as written: what the fold repeats of a row comes out the same to the bit.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.instructions import multiply_add
 from pallas_kernels.registry import multiprocessors
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
@@ -187,9 +188,9 @@ def _add_int4(
             if group == BLOCK:
                 halves.append(partial)
             else:
-                sums = _multiply_add(partial, load(scales, g).astype(jnp.float32)[None], sums, interpret)
+                sums = multiply_add(partial, load(scales, g).astype(jnp.float32)[None], sums, interpret)
     if group == BLOCK:
-        sums = _multiply_add(halves[0] + halves[1], load(scales, b).astype(jnp.float32)[None], sums, interpret)
+        sums = multiply_add(halves[0] + halves[1], load(scales, b).astype(jnp.float32)[None], sums, interpret)
     return sums
 
 
@@ -212,7 +213,7 @@ def _add_fp8(
 ) -> Array:
     partial = _dot(x, b * BLOCK, _e4m3(load(codes, b, pl.ds(0, BLOCK)), interpret))
     if by_block:
-        return _multiply_add(partial, load(scales, b)[None], sums, interpret)
+        return multiply_add(partial, load(scales, b)[None], sums, interpret)
     return sums + partial
 
 
@@ -275,17 +276,3 @@ def _assembly(code: str, codes: Array) -> Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
     )
     return values
-
-
-def _multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
-    """a * b + c in one instruction, which neither JAX nor the compiler's flags ask for by themselves."""
-    if interpret:
-        return a * b + c
-    [y] = plgpu.elementwise_inline_asm(
-        "fma.rn.f32 $0, $1, $2, $3;",
-        args=[a, jnp.broadcast_to(b, a.shape), c],
-        constraints="=r,r,r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.float32)],
-    )
-    return y
