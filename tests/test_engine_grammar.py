@@ -13,12 +13,14 @@ import pytest
 import tokenizers
 from models import CONFIGS, RUN, params_of
 
+import atlas_jax
 from atlas_jax.config import FULL, LINEAR
 from atlas_jax.engine.api import EngineConfig, Grammar
 from atlas_jax.engine.engine import Engine
+from atlas_jax.engine.grammar import Grammars
 from atlas_jax.errors import RequestError
 from atlas_jax.runtime import Runtime
-from atlas_jax.text.tokenizer import Tokenizer
+from atlas_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
 END = 95
@@ -96,6 +98,31 @@ def test_drafts_change_nothing_and_answers_fit(runtime, drafter):
         assert "stop" in met  # the end was reached, and is the grammar's
 
 
+@functools.cache
+def tiny_agent() -> Runtime:
+    """Its vocabulary, without a model."""
+    found = load_tokenizer(pathlib.Path(atlas_jax.__file__).parent / "data" / "tiny_agent")
+    assert found
+    end = found.token_id("<|im_end|>")
+    assert end
+    return Runtime(dataclasses.replace(CONFIG, vocab_size=8192, eos_token_ids=(end,)), SMALL, {}, found)
+
+
+def fitting(grammar: Grammar, text: str) -> bool:
+    matcher, ids = Grammars(tiny_agent()).guide(grammar)._matcher, tiny_agent().encode(text).tolist()
+    return matcher.validate_tokens(ids) == len(ids)
+
+
+def test_json_may_be_laid_out_but_not_padded():
+    schema = Grammar("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "array"}}}))
+    value = {"a": [1, {"b": [2]}]}
+    texts = [json.dumps(value), json.dumps(value, separators=(",", ":"))]
+    texts += [json.dumps(value, indent=indent) for indent in (2, 4, "\t")]
+    for grammar in (schema, Grammar("json_object")):
+        assert all(fitting(grammar, text) for text in texts)
+        assert not any(fitting(grammar, text) for text in ('{"a"  :[]}', '{\n\n"a":[]}'))
+
+
 def test_what_is_no_grammar_is_refused(runtime):
     engine = Engine(runtime)
     request = functools.partial(engine.request, "Tell me.")
@@ -115,3 +142,11 @@ def test_what_is_no_grammar_is_refused(runtime):
     endless = Runtime(dataclasses.replace(CONFIG, eos_token_ids=()), SMALL, runtime.params, runtime.tokenizer)
     with pytest.raises(RequestError, match="it lacks: end-of-text token"):
         Engine(endless).submit(request(grammar=GRAMMARS[0]))
+
+
+def test_grammars_can_be_compiled_before_the_first_request(runtime):
+    with Engine(runtime, EngineConfig(buckets=(4,), drafter="none", warm_up=("answers", "grammars"))) as engine:
+        made = len(runtime.loop.executables)
+        answer = engine.submit(engine.request("Tell me.", max_tokens=90, grammar=GRAMMARS[1])).result(60)
+        assert answer.finish_reason == "length" or re.fullmatch(DATE, answer.text)
+        assert len(runtime.loop.executables) == made

@@ -15,6 +15,9 @@ from atlas_jax.runtime import Runtime
 
 KINDS = ("json_schema", "json_object", "regex")
 MAX_SOURCE = 1 << 18  # characters
+# Between the parts of JSON: one space, or one line break with its indentation. JSON allows any number of them, and a model that is
+# unsure what comes next writes them until its answer is full.
+WHITESPACE: Any = {"whitespace_pattern": r"[ ]|\r?\n[ ]{0,32}|\n\t{1,16}"}
 log = logging.getLogger(__name__)
 
 
@@ -44,7 +47,7 @@ class Grammars:
                 compiled = LLMatcher.grammar_from_regex(grammar.source)
             else:
                 schema = dict(type="object") if grammar.kind == "json_object" else json.loads(grammar.source)
-                compiled = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+                compiled = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{grammar.kind}: {error}") from error
         matcher = LLMatcher(tokenizer, compiled, log_level=0)
