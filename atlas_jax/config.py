@@ -12,6 +12,9 @@ from typing import Literal
 from atlas_jax.errors import ConfigError
 
 LINEAR, FULL = "linear_attention", "full_attention"
+# What a server can compile before it starts: dispatches of requests that ask for nothing besides, for log-probabilities, for a
+# grammar (for both where both are named), and scores.
+WARM_UPS = ("answers", "logprobs", "grammars", "scores")
 DRAFTER_CONTEXTS = ("full", "prefill_only", "blind")
 MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 

@@ -52,6 +52,7 @@ def load(
     seed: int = 0,
     weights: str | None = None,
     warm: bool = False,
+    keep_executables: bool = False,
     progress: Callable[..., None] | None = None,
     **run: Any,
 ) -> Runtime:
@@ -68,6 +69,8 @@ def load(
         weights: how random weights are quantised: "int4", "int4-g32", "nvfp4", "fp8", "fp8-blocks", "int4+head", … (None: not
             at all). A directory's weights are used in the form that they are stored in.
         warm: compiles all that requests with the default drafter need (`Runtime.warm_up`) before it returns.
+        keep_executables: keeps what is compiled, beside the compilation cache, in a form that later processes need not trace
+            either; it is found as long as neither the sources nor anything else changes that it depends on.
         progress: called with (bytes read, bytes in all) while loading and with a text for each compilation.
         **run: further fields of `RunConfig`.
 
@@ -94,7 +97,7 @@ def load(
     )
     params = source.load(dtype=settings.dtype, layout=settings.layout, seed=seed, weights=weights, progress=progress)
     tokenizer = load_tokenizer(source.directory) if source.directory else None
-    runtime = Runtime(config, settings, params, tokenizer, progress)
+    runtime = Runtime(config, settings, params, tokenizer, progress, keep_executables)
     if warm:
         runtime.warm_up()
     return runtime
@@ -117,6 +120,7 @@ class Runtime:
         params: Any,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
+        keep_executables: bool = False,
     ) -> None:
         if run.max_length > config.max_position_embeddings:
             raise ConfigError(
@@ -129,7 +133,7 @@ class Runtime:
             raise ConfigError(f"{setting} is about the model's own drafter, and this model has no mtp.* tensors")
         self.config, self.run, self.tokenizer = config, run, tokenizer
         self.params = params = with_draft_head(config, run, params)
-        self.loop = Loop(config, run, params, progress)
+        self.loop = Loop(config, run, params, progress, keep_executables)
         self.acceptance = AcceptanceLog()
         self._lock = threading.Lock()
         self._reader: int | None = None  # the thread whose call holds the lock

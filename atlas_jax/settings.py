@@ -34,6 +34,16 @@ def weights_folder() -> Path | None:
     return _beside_compilation_cache("weights")
 
 
+def executables_folder() -> Path | None:
+    """Where executables are kept that need no tracing: beside the compilation cache; None if that is off."""
+    return _beside_compilation_cache("executables")
+
+
+def xla_flags() -> str:
+    """Options that XLA itself reads."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
 def _beside_compilation_cache(name: str) -> Path | None:
     enable_compilation_cache()
     folder = jax.config.jax_compilation_cache_dir

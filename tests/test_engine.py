@@ -22,6 +22,8 @@ from models import CONFIGS, RUN, params_of
 from atlas_jax.cache.pages import PagePool
 from atlas_jax.completion import Delta
 from atlas_jax.config import FULL, LINEAR
+from atlas_jax.decode.group import Group
+from atlas_jax.engine import warm_up
 from atlas_jax.engine.api import (
     Cancelled,
     DeadlineExceeded,
@@ -492,3 +494,47 @@ def test_drafts_that_the_engine_is_set_to_are_not_for_plain_decoding():
     assert engine.request([1]).drafts == 3 and engine.request([1], drafter="none").drafts == 0
     with pytest.raises(RequestError, match="'none' drafts nothing"):
         engine.request([1], drafter="none", drafts=2)
+
+
+def test_numbers_of_drafts_share_dispatches_and_are_kept(monkeypatch):
+    """Fixed numbers up to that which is compiled need nothing compiled, and hold for each request on its own."""
+    want = solo(tuple(TOKENS[:20]), max_tokens=40, ignore_eos=True).token_ids
+    with Engine(runtime(), EngineConfig(buckets=(4,), drafts=3)) as engine:
+        made, together, step = len(runtime().loop.executables), list[int](), Group.step
+        monkeypatch.setattr(Group, "step", lambda self, *args: together.append(len(self.lives)) or step(self, *args))
+        ask = functools.partial(engine.request, TOKENS[:20], max_tokens=40, ignore_eos=True)
+        tickets = {n: engine.submit(ask(drafts=n)) for n in (0, 1, 3, 2)}
+        answers = {n: ticket.result(300) for n, ticket in tickets.items()}
+        assert len(runtime().loop.executables) == made
+        assert max(together) == 4
+    for n, answer in answers.items():
+        assert answer.token_ids == want
+        offered = answer.acceptance.offered.tolist()
+        assert all(offered[:n]) and not any(offered[n:])
+
+
+def test_what_is_not_compiled_in_time_is_compiled_beside_the_requests(monkeypatch):
+    go, real, said = threading.Event(), warm_up.dispatches, list[str]()
+    monkeypatch.setattr(warm_up, "dispatches", lambda *args, **more: [go.wait, *real(*args, **more)])
+    monkeypatch.setattr(runtime().loop.executables, "progress", said.append)
+    config = EngineConfig(buckets=(4,), drafts=3, warm_up_s=0.05)
+    with Engine(runtime(), config) as engine:
+        assert said[-1].endswith("are still to be compiled, beside the requests; the others are ready")
+        ticket = engine.submit(engine.request(TOKENS[:20], max_tokens=3))
+        with pytest.raises(TimeoutError):
+            ticket.result(0.2)
+        go.set()
+        assert len(ticket.result(300).token_ids) == 3
+    with pytest.raises(ConfigError, match="there are answers, logprobs, grammars, scores"):
+        EngineConfig(warm_up=("everything",))
+
+
+def test_a_warm_up_that_fails_is_told_at_the_start(monkeypatch):
+    def fail() -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(warm_up, "dispatches", lambda *args, **more: [fail])
+    engine = Engine(runtime(), EngineConfig(buckets=(4,), drafter="none"))
+    with pytest.raises(RuntimeError, match="no room"):
+        engine.start()
+    assert engine.state == "stopped"

@@ -184,9 +184,9 @@ def context(tokens: list[int], **changes: Any) -> DraftContext:
     row = jnp.asarray([tokens + [0] * (RUN.max_length - len(tokens))], jnp.int32)
     nothing: Any = None
     return DraftContext(
-        slots=jnp.asarray([1]), tokens=row, length=jnp.asarray([len(tokens) - 1]), running=jnp.asarray([True]),
-        hidden=jnp.zeros((1, 64)), seed=jnp.zeros(1, jnp.uint32), vocab_size=96, logits=nothing, step=nothing,
-        **changes)  # fmt: skip
+        slots=jnp.asarray([1]), tokens=row, length=jnp.asarray([len(tokens) - 1]), most=jnp.asarray([99]),
+        running=jnp.asarray([True]), hidden=jnp.zeros((1, 64)), seed=jnp.zeros(1, jnp.uint32), vocab_size=96,
+        logits=nothing, step=nothing, **changes)  # fmt: skip
 
 
 def noted(state: Record, **values: Any) -> Record:

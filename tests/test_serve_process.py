@@ -44,6 +44,8 @@ asyncio.run(serve(config, engine, lambda text: print(text, flush=True)))
         (["--http", ":1", "--max-body", "0"], "max_body_bytes"),
         (["--http", ":1", "--write-timeout", "-1"], "write_timeout_s"),
         (["--http", ":1", "--drafts", "many"], "auto"),
+        (["--http", ":1", "--warm-up", "answers,all"], "there are answers, logprobs, grammars, scores, all, none"),
+        (["--http", ":1", "--warm-up-limit", "0"], "above 0"),
         (["--http", ":1", "--nothing"], "unrecognized"),
     ],
 )

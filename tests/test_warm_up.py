@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from models import CONFIGS, RUN, params_of
 
-from atlas_jax.decode.warm_up import compile_all
+from atlas_jax.decode.warm_up import begin, compile_all, finish
 from atlas_jax.errors import RequestError
 from atlas_jax.runtime import Runtime
 
@@ -75,3 +75,11 @@ def test_jobs_run_side_by_side_and_the_first_failure_is_told():
 
     with pytest.raises(RuntimeError, match="no room"):
         compile_all([fail, fail])
+
+
+def test_waiting_has_a_limit_and_the_jobs_go_on():
+    go, said = threading.Event(), []
+    jobs = begin([go.wait] * 3, said.append)
+    assert not finish(jobs, 0.05)
+    go.set()
+    assert finish(jobs) and sorted(said) == [f"{i} of 3 executables are ready" for i in (1, 2, 3)]

@@ -19,6 +19,7 @@ from atlas_jax.decode import round as rounds
 from atlas_jax.decode.drafters import Drafter
 from atlas_jax.decode.sampling import log_probabilities
 from atlas_jax.decode.state import DecodeState, cut_slot, open_slot, start_slot
+from atlas_jax.decode.store import ExecutableStore
 from atlas_jax.models import HybridModel, call
 from atlas_jax.settings import compiler_options
 from atlas_jax.shapes import Array
@@ -29,10 +30,16 @@ SCALAR = jax.ShapeDtypeStruct((), jnp.int32)  # a slot or a count: looking an ex
 
 class Executables:
     """Compiles on first use and remembers, from any thread. `compile_s` is the time during which anything was compiled; `progress`
-    is told what."""
+    is told what. A `store` remembers beyond the process."""
 
-    def __init__(self, model: HybridModel, run: RunConfig, progress: Progress | None = None) -> None:
-        self.model, self.run, self.progress = model, run, progress
+    def __init__(
+        self,
+        model: HybridModel,
+        run: RunConfig,
+        progress: Progress | None = None,
+        store: ExecutableStore | None = None,
+    ) -> None:
+        self.model, self.run, self.progress, self.store = model, run, progress, store
         self.compile_s = 0.0
         self._compiled: dict[Any, concurrent.futures.Future[Any]] = {}
         self._lock = threading.Lock()
@@ -55,10 +62,7 @@ class Executables:
         if known is not made:
             return known.result()
         try:
-            if self.progress:
-                self.progress(" ".join(part for part in key if isinstance(part, str)))
-            lowered = jax.jit(function, donate_argnums=donate).lower(*args)
-            made.set_result(lowered.compile(compiler_options(self.run.row_group)))
+            made.set_result(self._make(key, function, args, donate))
         except BaseException as error:
             made.set_exception(error)
             with self._lock:
@@ -70,6 +74,22 @@ class Executables:
                 if not self._compiling:
                     self.compile_s += time.perf_counter() - self._began
         return made.result()
+
+    def _make(
+        self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
+    ) -> Any:
+        options = compiler_options(self.run.row_group)
+
+        def compile(function: Callable[..., Any]) -> Any:
+            if self.progress:
+                self.progress(" ".join(part for part in key if isinstance(part, str)))
+            return jax.jit(function, donate_argnums=donate).lower(*args).compile(options)
+
+        # Nobody knows what the name of somebody else's drafter stands for tomorrow.
+        ours = all(type(part).__module__.startswith(("atlas_jax.", "builtins")) for part in key)
+        if self.store is None or not ours:
+            return compile(function)
+        return self.store.get((key, donate), args, options, function, compile)
 
     def dispatch(
         self,

@@ -63,6 +63,16 @@ class Group:
     def bucket(self, sequences: int) -> int:
         return next(b for b in self.buckets if b >= sequences)
 
+    @property
+    def logged(self) -> bool:
+        """Whether anyone wants log-probabilities."""
+        return any(live.request.params.logprobs for live in self.lives)
+
+    @property
+    def widest(self) -> int:
+        """The most rows that one of its sequences can use."""
+        return 1 + max((live.request.drafts or 0 for live in self.lives), default=0)
+
     def prepare(self, bucket: int, n_top: int | None) -> None:
         """Compiles what dispatches of so many sequences need."""
         for rows in self.policy(bucket).rows:

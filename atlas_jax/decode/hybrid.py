@@ -114,7 +114,7 @@ class HybridDrafter:
         copied = continuation(context.tokens, context.length, plan.place, drafts)
         lookup = plan.lookup | (plan.promised > expected)  # what the head turned out to be unsure of
         tokens = jnp.where(lookup[:, None], copied, tokens)
-        count = jnp.where(lookup, plan.looked, count)
+        count = jnp.minimum(jnp.where(lookup, plan.looked, count), context.most)
         by_lookup = lookup[:, None] | (jnp.arange(drafts) >= length[:, None])
         state = state.put(
             slots,
@@ -122,7 +122,7 @@ class HybridDrafter:
             at=context.length,
             place=plan.place,
             kind=plan.kind,
-            chained=jnp.where(lookup, 0, length),
+            chained=jnp.where(lookup, 0, jnp.minimum(length, context.most)),  # what is not verified is not judged
             drafts=count,
         )
         return Proposal(tokens, count, target, state, jnp.where(by_lookup, Source.LOOKUP, Source.MTP))

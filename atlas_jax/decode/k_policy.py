@@ -7,7 +7,7 @@ decoding is exact, they change the speed alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -66,6 +66,29 @@ class FixedK:
 
     def choose(self) -> tuple[int, int | None]:
         return self.rows[0], None
+
+    def observe(self, outcome: Outcome) -> None:
+        pass
+
+    def forget(self, key: int) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class WidestK:
+    """For sequences each of which has a fixed number of drafts: of the numbers of rows that are `compiled`, the smallest that has
+    room for the `widest` of them. Where there is none, the largest: some then get fewer drafts than they asked for."""
+
+    compiled: Callable[[], tuple[int, ...]]
+    widest: Callable[[], int]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return self.compiled()
+
+    def choose(self) -> tuple[int, int | None]:
+        rows, widest = self.compiled(), self.widest()
+        return next((k for k in rows if k >= widest), rows[-1]), None
 
     def observe(self, outcome: Outcome) -> None:
         pass

@@ -44,6 +44,7 @@ class Request:
         script: the known answer that a ScriptedDrafter drafts from.
         history: how many of the prompt's tokens the next turn's prompt will begin with; None for all of them.
         lease: of the conversation that the request belongs to.
+        drafts: of a round, at most; None for as many as there are rows for.
     """
 
     prompt: np.ndarray
@@ -51,6 +52,7 @@ class Request:
     script: np.ndarray | None = None
     history: int | None = None
     lease: Lease | None = None
+    drafts: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,9 +25,11 @@ from atlas_jax.decode.probes import Fingerprints
 from atlas_jax.decode.protocol import Drafter, Taught
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.state import DecodeState, init_decode, request_values
+from atlas_jax.decode.store import ExecutableStore
 from atlas_jax.errors import RequestError, StateError
 from atlas_jax.metrics import Acceptance
 from atlas_jax.models import HybridModel
+from atlas_jax.settings import executables_folder
 
 AUTO_ROWS = (1, 2, 4, 8, 16)  # and the most there are room for; each is an executable
 PREFILL_SIZES = (16, 64)  # executables for the last, partial chunk of a prompt, beside that of whole chunks
@@ -38,10 +40,18 @@ class Loop:
     chunk, a `Group` runs its rounds, `release` takes the slot back. `decode` does all of it for a batch. One thread at a time.
     """
 
-    def __init__(self, config: ModelConfig, run: RunConfig, params: Any, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        run: RunConfig,
+        params: Any,
+        progress: Progress | None = None,
+        keep_executables: bool = False,
+    ) -> None:
         self.config, self.run, self.params = config, run, params
         model = HybridModel(config, dtype=jnp.dtype(run.dtype), layout=run.layout, row_group=run.row_group)
-        self.executables = Executables(model, run, progress)
+        folder = executables_folder() if keep_executables else None
+        self.executables = Executables(model, run, progress, folder and ExecutableStore(folder, (config, run)))
         self.model = model
         self.cache = PrefixCache(config, run, self.executables)
         self.dispatches = 0
@@ -351,7 +361,9 @@ class Loop:
         slot, sequence = live.slot, live.sequence
         request, state = live.request, self.state
         restored = sequence.reuse.restored
-        values = request_values(self.config, self.run, request.prompt, request.params, sequence.pages, restored)
+        values = request_values(
+            self.config, self.run, request.prompt, request.params, sequence.pages, restored, request.drafts
+        )
         self._compile(state, sequence)
         self._state = state = self.executables.open(state, values)(state, np.int32(slot), values)
         if sequence.base:

@@ -24,6 +24,9 @@ class DraftContext(NamedTuple):
     slots: Int[Array, " B"]
     tokens: Int[Array, "B columns"]
     length: Int[Array, " B"]
+    most: Int[
+        Array, " B"
+    ]  # drafts that can be verified: what the request allows and there is room for; more are dropped
     running: Bool[Array, " B"]  # padding and finished sequences are not: their drafts are dropped
     hidden: Float[Array, "B D"]
     seed: UInt32[Array, " B"]

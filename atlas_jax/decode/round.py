@@ -113,6 +113,12 @@ def feed(
     return hidden, dataclasses.replace(state, target=target, probe=probe)
 
 
+def room(state: DecodeState, slots: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Rows that a verify of each sequence may have, whatever the dispatch has."""
+    left = state.target.capacity - state.target.length[slots]
+    return jnp.minimum(jnp.minimum(state.remaining[slots], state.most_rows[slots]), left)
+
+
 def draft_context(model: HybridModel, params: Any, state: DecodeState, slots: Array, running: Array) -> DraftContext:
     """What a drafter may look at before the MTP head is fed."""
 
@@ -124,6 +130,7 @@ def draft_context(model: HybridModel, params: Any, state: DecodeState, slots: Ar
         slots=slots,
         tokens=state.tokens[slots],
         length=state.target.length[slots],
+        most=jnp.maximum(room(state, slots) - 1, 0),
         running=running,
         hidden=jnp.zeros((slots.shape[0], model.config.hidden_size), state.feed_hidden.dtype),
         seed=state.requests["seed"][slots],
@@ -140,8 +147,8 @@ def propose(
     or the rows that wait for it leave no room for another round's."""
     context = draft_context(model, params, state, slots, running)
     if model.config.has_mtp and getattr(drafter, "feeds", True):
-        room = state.feed_hidden.shape[1] - state.feed_count[slots]
-        full = (running & (room < drafts + 1)).any()
+        free = state.feed_hidden.shape[1] - state.feed_count[slots]
+        full = (running & (free < drafts + 1)).any()
         left = rows_left(drafter, drafts)
         # Without refeed, which rows stay as they are depends on the round that wrote them: none may wait.
         due: Array | bool = True if drafts > 0 or not getattr(drafter, "refeed", True) else full
@@ -216,8 +223,7 @@ def draft_rows(
         target, drafter_state = proposal.target, proposal.state
         tokens = jnp.concatenate([last, proposal.tokens], axis=1)
         n_rows, source = 1 + proposal.count, jnp.asarray(proposal.source)
-    room = jnp.minimum(state.remaining[slots], target.capacity - length)
-    n_rows = jnp.where(running, jnp.minimum(n_rows, room), 0)
+    n_rows = jnp.where(running, jnp.minimum(n_rows, room(state, slots)), 0)
     return dataclasses.replace(state, target=target, drafter=drafter_state), Rows(tokens, n_rows, source)
 
 

@@ -53,6 +53,11 @@ class DecodeState:
         return self.requests["remaining"]
 
     @property
+    def most_rows(self) -> Int[Array, " S"]:
+        """Rows of a verify at most, whatever the dispatch has."""
+        return self.requests["most_rows"]
+
+    @property
     def finish(self) -> Int[Array, " S"]:
         """RUNNING … ERROR."""
         return self.requests["finish"]
@@ -77,7 +82,7 @@ def init_decode(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> De
     S, M = run.slots + 1, run.max_rows
     # A round writes the first four together.
     fields = (Field("feed_count"), Field("remaining"), Field("finish"), Field("counters", counters_shape(M)))
-    fields = (*fields, Field("stop_ids", (MAX_STOPS * 2,)), Field("tokens", (run.max_length + 1,)))
+    fields = (*fields, Field("most_rows"), Field("stop_ids", (MAX_STOPS * 2,)), Field("tokens", (run.max_length + 1,)))
     fields = (*sampler_fields(config.vocab_size), *fields)
     target = init(config, run, spare_pages)
     return DecodeState(
@@ -94,7 +99,7 @@ def open_slot(state: DecodeState, slot: Int[Array, ""], values: dict[str, Any]) 
     probe = state.probe and dataclasses.replace(state.probe, counts=state.probe.counts.at[slot].set(0))
     target = map_pages(free(state.target, slot), slot, values["pages"])
     target = target.put(slot, drafter_start=values["drafter_start"])
-    given = {name: values[name] for name in ("tokens", "remaining", "stop_ids")}
+    given = {name: values[name] for name in ("tokens", "remaining", "most_rows", "stop_ids")}
     state = state.put(slot, finish=STOP, counters=0, **given, **values["sampler"])
     return dataclasses.replace(state, target=target, probe=probe)
 
@@ -115,10 +120,16 @@ def cut_slot(state: DecodeState, slot: Int[Array, ""], n: Int[Array, ""]) -> Dec
 
 
 def request_values(
-    config: ModelConfig, run: RunConfig, prompt: np.ndarray, params: SamplingParams, pages: list[int], restored: int = 0
+    config: ModelConfig,
+    run: RunConfig,
+    prompt: np.ndarray,
+    params: SamplingParams,
+    pages: list[int],
+    restored: int = 0,
+    drafts: int | None = None,
 ) -> dict[str, Any]:
     """What `open_slot` needs of a validated request and the pages it was given, as arrays of fixed shapes. `restored` of the
-    prompt's tokens are not computed."""
+    prompt's tokens are not computed; `drafts` are the most of a round (None: as many as there are rows for)."""
     tokens = np.zeros(run.max_length + 1, np.int32)
     tokens[: prompt.size] = prompt
     stops = np.full(MAX_STOPS * 2, -1, np.int32)
@@ -133,6 +144,7 @@ def request_values(
         sampler=sampler,
         tokens=tokens,
         remaining=np.int32(params.max_tokens),
+        most_rows=np.int32(run.max_rows if drafts is None else drafts + 1),
         stop_ids=stops,
         pages=row,
         drafter_start=np.int32(start),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -51,21 +53,43 @@ def dispatches(
     return [functools.partial(compile, drafter, k, n_top, bucket, shapes, guided) for k, bucket in reversed(wanted)]
 
 
-def compile_all(jobs: Sequence[Job], progress: Callable[[str], None] | None = None) -> float:
-    """Runs jobs in as many threads as there are cores: XLA compiles without Python's lock. Returns the seconds.
+def begin(
+    jobs: Sequence[Job], progress: Callable[[str], None] | None = None
+) -> list[concurrent.futures.Future[object]]:
+    """Starts jobs, the first ones first, in as many threads as there are cores: XLA compiles without Python's lock."""
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1, "atlas-jax-compile")
+    futures = [pool.submit(job) for job in jobs]
+    pool.shutdown(wait=False)
+    counted, lock = itertools.count(1), threading.Lock()
+
+    def tell(_: object) -> None:
+        with lock:
+            if progress:
+                progress(f"{next(counted)} of {len(jobs)} executables are ready")
+
+    for future in futures:
+        future.add_done_callback(tell)
+    return futures
+
+
+def finish(futures: Sequence[concurrent.futures.Future[object]], limit_s: float | None = None) -> bool:
+    """Waits for jobs that were begun. Returns whether all are done; False if some were not after `limit_s` seconds.
 
     Raises:
-        Exception: what the first job to fail raised.
+        Exception: what the first job to fail raised. Those that have not begun by then never do.
     """
+    done, waiting = concurrent.futures.wait(futures, limit_s, concurrent.futures.FIRST_EXCEPTION)
+    if error := next((error for f in done if (error := f.exception())), None):
+        for future in waiting:
+            future.cancel()
+        raise error
+    return not waiting
+
+
+def compile_all(jobs: Sequence[Job], progress: Callable[[str], None] | None = None) -> float:
+    """Runs jobs, several at once. Returns the seconds. Raises what the first job to fail raised."""
     began = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1, "atlas-jax-compile") as pool:
-        futures = [pool.submit(job) for job in jobs]
-        for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
-            if error := future.exception():
-                pool.shutdown(cancel_futures=True)
-                raise error
-            if progress:
-                progress(f"{done} of {len(jobs)} executables are ready")
+    finish(begin(jobs, progress))
     return time.perf_counter() - began
 
 

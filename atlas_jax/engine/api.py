@@ -18,7 +18,7 @@ import numpy as np
 
 from atlas_jax.cache.stats import CacheStats
 from atlas_jax.completion import Completion
-from atlas_jax.config import at_least
+from atlas_jax.config import WARM_UPS, at_least
 from atlas_jax.decode.protocol import Drafter
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.errors import AtlasError, ConfigError
@@ -106,8 +106,10 @@ class EngineConfig:
     """How requests are scheduled.
 
     Attributes:
-        drafter, drafts: of requests that do not say, as `Runtime.generate` takes them; None leaves it to the runtime. What
-            they need is compiled when the engine starts, other choices when they are first asked for.
+        drafter, drafts: of requests that do not say, as `Runtime.generate` takes them; None leaves it to the runtime.
+        warm_up: what of those requests is compiled when the engine starts, of `config.WARM_UPS`; all else is when it is first
+            asked for.
+        warm_up_s: seconds after which the engine starts all the same, and compiles the rest beside the requests; None: no limit.
         max_waiting: requests that may wait for a slot; one more is refused.
         ageing_s: seconds of waiting that are worth one step of priority, so that nobody waits for ever.
         dispatch_ms: about how long a dispatch of rounds may take. New requests, cancellations and deadlines are looked at
@@ -121,6 +123,8 @@ class EngineConfig:
     ageing_s: float | int = 5.0
     dispatch_ms: float | int = 25.0
     buckets: tuple[int, ...] | None = None
+    warm_up: tuple[str, ...] = ("answers",)
+    warm_up_s: float | int | None = None
 
     def __post_init__(self) -> None:
         at_least(1, "max_waiting", self.max_waiting)
@@ -129,6 +133,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
         for bucket in self.buckets or ():
             at_least(1, "buckets", bucket)
+        if unknown := [name for name in self.warm_up if name not in WARM_UPS]:
+            raise ConfigError(f"warm_up knows no {', '.join(map(repr, unknown))}; there are {', '.join(WARM_UPS)}")
+        if self.warm_up_s is not None and not self.warm_up_s > 0:
+            raise ConfigError(f"warm_up_s must be above 0, or None, got {self.warm_up_s!r}")
 
     @property
     def defaults(self) -> dict[str, Any]:

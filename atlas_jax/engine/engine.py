@@ -41,9 +41,9 @@ class Engine:
 
     Policy. A request that has a slot keeps it to its end. Free slots go to the request with the highest priority, to which
     waiting adds (`WaitingQueue`). Between two rounds of the running requests at most one chunk of one prompt is computed, the
-    shortest prompt's and the oldest's by turns. Running requests with one drafter and one number of drafts share their
-    dispatches, also those that ask for log-probabilities; their bits do not depend on each other, so who shares with whom
-    changes the speed alone.
+    shortest prompt's and the oldest's by turns. Running requests with one drafter share their dispatches, also those that
+    ask for log-probabilities or for other fixed numbers of drafts; their bits do not depend on each other, so who shares with
+    whom changes the speed alone.
     """
 
     def __init__(self, runtime: Runtime, config: EngineConfig | None = None) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.loop import Loop
 from atlas_jax.decode.protocol import Drafter
 from atlas_jax.decode.request import MAX_TOP_LOGPROBS
-from atlas_jax.decode.warm_up import Job, compile_all, dispatches
+from atlas_jax.decode.warm_up import Job, begin, dispatches, finish
 from atlas_jax.decode.warm_up import buckets as up_to
-from atlas_jax.engine.api import EngineConfig
+from atlas_jax.engine.api import EngineConfig, EngineStopping
 from atlas_jax.errors import ConfigError
 
 Drafts = int | Literal["auto"]
@@ -46,17 +48,43 @@ class Compiled:
         self._jobs: dict[Kind, concurrent.futures.Future[None]] = {}
         self._shapes = loop.shapes(NoDrafter())
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "atlas-jax-compile")
+        self._begun: list[concurrent.futures.Future[object]] = []
 
-    def warm_up(self, drafter: Drafter, drafts: Drafts) -> None:
-        """Compiles, at once, all that requests with this drafter need which ask for neither log-probabilities nor a grammar."""
-        kind = Kind(drafter, drafts)
-        compile_all([*self._wanted(kind), *self.loop.preparations()], self.loop.executables.progress)
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
-        done.set_result(None)
-        self._jobs[kind] = done
+    def warm_up(self, drafter: Drafter, drafts: Drafts, wanted: Collection[str], limit_s: float | int | None) -> None:
+        """Compiles, several executables at once, what requests with this drafter need of what is `wanted` (see
+        `config.WARM_UPS`). What is not ready after `limit_s` seconds is compiled beside the requests, which wait for it if they
+        need it."""
+        options = dict(answers=(False, False), logprobs=(True, False), grammars=(False, True))
+        kinds = [Kind(drafter, drafts, *flags) for name, flags in options.items() if name in wanted]
+        if {"logprobs", "grammars"} <= {*wanted}:
+            kinds.append(Kind(drafter, drafts, True, True))
+        jobs, parts = list[Job](), dict[Kind, slice]()
+        for i, kind in enumerate(kinds):
+            begin_at = len(jobs)
+            jobs += self._wanted(kind)
+            parts[kind] = slice(begin_at, len(jobs))
+            jobs += self.loop.preparations() if i == 0 else []  # every request needs them
+        if "scores" in wanted:
+            jobs += [functools.partial(self.prepare_score, top) for top in (False, True)]
+        progress = self.loop.executables.progress
+        self._begun = begin(jobs, progress)
+        for kind, part in parts.items():
+            self._jobs[kind] = _all(self._begun[part])
+            self._jobs[kind].add_done_callback(self._tell)
+        if not finish(self._begun, limit_s) and progress:
+            left = sum(not future.done() for future in self._begun)
+            progress(
+                f"{left} of {len(jobs)} executables are still to be compiled, beside the requests; the others are ready"
+            )
 
     def ready(self, kind: Kind) -> bool:
-        """Whether it is compiled (or cannot be: see `error`). If not, somebody is at it from now on."""
+        """Whether it is compiled (or cannot be: see `error`), or one with more drafts is, which serves it as well. If not, somebody
+        is at it from now on."""
+        if isinstance(kind.drafts, int):
+            if max(self.rows(kind), default=0) > kind.drafts:
+                return True
+            if any(not job.done() and max(self.loop.rows(k.drafts)) > kind.drafts for k, job in self._alike(kind)):
+                return False
         if kind not in self._jobs:
             try:
                 wanted = self._wanted(kind)
@@ -68,9 +96,18 @@ class Compiled:
             self._jobs[kind].add_done_callback(self._tell)
         return self._jobs[kind].done()
 
+    def rows(self, kind: Kind) -> tuple[int, ...]:
+        """Ascending, the numbers of rows that dispatches of such requests are compiled for, whatever number of drafts they ask
+        for."""
+        made: list[Drafts] = [k.drafts for k, job in self._alike(kind) if job.done() and not job.exception()]
+        return tuple(sorted({rows for drafts in made for rows in self.loop.rows(drafts)}))
+
+    def _alike(self, kind: Kind) -> list[tuple[Kind, concurrent.futures.Future[None]]]:
+        return [(k, job) for k, job in self._jobs.items() if k._replace(drafts=kind.drafts) == kind]
+
     def error(self, kind: Kind) -> BaseException | None:
         """Why it could not be compiled. It is tried again when next asked for."""
-        error = self._jobs[kind].exception()
+        error = self._jobs[kind].exception() if kind in self._jobs and self._jobs[kind].done() else None
         if error:
             del self._jobs[kind]
         return error
@@ -86,6 +123,8 @@ class Compiled:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for future in self._begun:
+            future.cancel()
 
     def _wanted(self, kind: Kind) -> list[Job]:
         n_top = self.n_top(kind.logged)
@@ -98,3 +137,25 @@ class Compiled:
     def _tell(self, _: Any) -> None:
         with self.changed:
             self.changed.notify_all()
+
+
+def _all(futures: Sequence[concurrent.futures.Future[object]]) -> concurrent.futures.Future[None]:
+    """Done once all are, or one has failed."""
+    out: concurrent.futures.Future[None] = concurrent.futures.Future()
+    left, lock = [len(futures)], threading.Lock()
+
+    def count(future: concurrent.futures.Future[object]) -> None:
+        with lock:
+            left[0] -= 1
+            if out.done():
+                return
+            if future.cancelled():
+                out.set_exception(EngineStopping("the engine was closed while it compiled"))
+            elif error := future.exception():
+                out.set_exception(error)
+            elif not left[0]:
+                out.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(count)
+    return out

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from atlas_jax.completion import Completion, Delta
 from atlas_jax.decode.group import Group
 from atlas_jax.decode.guided import GuidedGroup
+from atlas_jax.decode.k_policy import KPolicy, WidestK
 from atlas_jax.decode.live import Request
 from atlas_jax.engine.api import (
     Cancelled,
@@ -68,8 +69,8 @@ class Worker:
 
     def warm_up(self) -> None:
         """Compiles what requests with the default drafter need."""
-        drafter, drafts = self.runtime.drafting(self.config.defaults)
-        self.compiled.warm_up(drafter, drafts)
+        config = self.config
+        self.compiled.warm_up(*self.runtime.drafting(config.defaults), config.warm_up, config.warm_up_s)
 
     # ---- called by others, under `changed` -------------------------------------------------------------------------
 
@@ -148,7 +149,8 @@ class Worker:
 
     def _open(self, job: Job) -> None:
         request = job.request
-        key = request.drafter, request.drafts, job.guide is not None
+        auto = request.drafts == "auto"
+        key = request.drafter, auto, job.guide is not None
         with self.changed:
             self.waiting.remove(job)
             self.jobs[job] = None
@@ -156,7 +158,8 @@ class Worker:
             if error := self.compiled.error(_kind(job)):
                 raise error
             cut = lambda _, token_ids: job.answer.cut(token_ids)  # noqa: E731
-            wanted = Request(request.prompt, request.params, request.script, request.history)
+            drafts = request.drafts if isinstance(request.drafts, int) else None
+            wanted = Request(request.prompt, request.params, request.script, request.history, drafts=drafts)
             job.live = self.loop.admit(wanted, request.drafter, cut)
         except StateError:  # it waits until another one gives its pages back
             with self.changed:
@@ -170,14 +173,20 @@ class Worker:
         job.live.guide = job.guide
         job.admitted = time.perf_counter()
         if key not in self._groups:
-            context = int(request.prompt.size)
-            policy = lambda batch: self.loop.policy(request.drafter, request.drafts, context, batch)  # noqa: E731
             kind = GuidedGroup if job.guide else Group
-            self._groups[key] = kind(self.loop, request.drafter, policy, self.buckets)
+            self._groups[key] = kind(self.loop, request.drafter, self._policy(job, key), self.buckets)
         job.group = self._groups[key]
         reuse = job.live.sequence.reuse
         self.figures.prompt_tokens += reuse.prompt
         self.figures.restored_tokens += reuse.restored
+
+    def _policy(self, job: Job, key: Any) -> Callable[[int], KPolicy]:
+        """How the group chooses its rows that `job` is the first of."""
+        drafter, drafts, context = job.request.drafter, job.request.drafts, int(job.request.prompt.size)
+        if drafts == "auto":
+            return lambda batch: self.loop.policy(drafter, drafts, context, batch)
+        rows = lambda: self.compiled.rows(_kind(job)._replace(logged=self._groups[key].logged))  # noqa: E731
+        return lambda batch: WidestK(rows, lambda: self._groups[key].widest)
 
     def _compute_prompt(self) -> None:
         """One chunk of one prompt."""
@@ -227,9 +236,8 @@ class Worker:
         most = 1 if busy else None
         for key, group in [*self._groups.items()]:
             if group.lives:
-                logged = any(live.request.params.logprobs for live in group.lives)
                 try:
-                    steps = group.step(self.compiled.n_top(logged), self.config.dispatch_ms / 1e3, most)
+                    steps = group.step(self.compiled.n_top(group.logged), self.config.dispatch_ms / 1e3, most)
                 except Exception as error:
                     self._failed(error, [job for job in self.jobs if job.group is group])
                     continue

@@ -8,10 +8,14 @@ import logging
 import os
 import pathlib
 import sys
+import time
 from typing import Any
 
+from atlas_jax.config import WARM_UPS
 from atlas_jax.errors import ConfigError
+from atlas_jax.terminal import Progress as Bars
 
+PROGRESS_S = 5.0
 EXTRA = "serving needs further packages: pip install 'atlas-jax[serve]'"
 
 
@@ -51,9 +55,44 @@ def add_options(command: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--drain-timeout", type=float, default=60.0, metavar="S", help="for answers to end after SIGTERM (default: 60)"
     )
+    starting = command.add_argument_group("what is compiled before the first request")
+    starting.add_argument(
+        "--warm-up",
+        type=warm_ups,
+        default=("answers",),
+        metavar="KINDS",
+        help=f"of requests with the default drafter: {', '.join(WARM_UPS)}, with commas between; all; none (default: answers)",
+    )
+    starting.add_argument(
+        "--warm-up-limit",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="take requests after so many seconds at the latest, and compile the rest beside them (default: 600)",
+    )
     command.add_argument(
         "--log-requests", action="store_true", help="log what users send and get (default: nothing of it)"
     )
+    command.set_defaults(keep_executables=True)
+
+
+def seconds(text: str) -> float:
+    """Above 0."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError("it must be above 0")
+    return float(text)
+
+
+def warm_ups(text: str) -> tuple[str, ...]:
+    """Of "KIND,KIND", "all" or "none"."""
+    if text in ("all", "none"):
+        return WARM_UPS if text == "all" else ()
+    names = tuple(part.strip() for part in text.split(","))
+    if unknown := [name for name in names if name not in WARM_UPS]:
+        raise argparse.ArgumentTypeError(
+            f"there is no {', '.join(map(repr, unknown))}; there are {', '.join(WARM_UPS)}, all, none"
+        )
+    return names
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,12 +138,36 @@ def make_engine(args: argparse.Namespace) -> Any:
     from atlas_jax import cli
     from atlas_jax.engine.api import EngineConfig
     from atlas_jax.engine.engine import Engine
-    from atlas_jax.terminal import Progress
 
-    with Progress() as progress:
+    progress = Progress()
+    try:
         runtime = cli.load(args, progress)
-        _tell(runtime.in_force)
-        return Engine(runtime, EngineConfig(drafter=args.drafter, drafts=args.drafts, max_waiting=args.max_waiting))
+    finally:
+        progress.clear()
+    _tell(runtime.in_force)
+    config = EngineConfig(
+        drafter=args.drafter,
+        drafts=args.drafts,
+        max_waiting=args.max_waiting,
+        warm_up=args.warm_up,
+        warm_up_s=args.warm_up_limit,
+    )
+    return Engine(runtime, config)
+
+
+class Progress(Bars):
+    """Bars while the model is loaded; then a line now and again on how far the compiling is, also where there is no terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = 0.0
+
+    def __call__(self, event: str | int, total: int | None = None) -> None:
+        if not isinstance(event, str):
+            super().__call__(event, total)
+        elif event.endswith("ready") and time.monotonic() > self._told + PROGRESS_S:
+            self._told = time.monotonic()
+            _tell(event)
 
 
 def _tell(text: str) -> None:
