@@ -72,7 +72,8 @@ def load(
         keep_executables: keeps what is compiled, beside the compilation cache, in a form that later processes need not trace
             either; it is found as long as neither the sources nor anything else changes that it depends on.
         progress: called with (bytes read, bytes in all) while loading and with a text for each compilation.
-        **run: further fields of `RunConfig`.
+        **run: further fields of `RunConfig`: `draft_head` and `draft_vocabulary` (a cheaper head to draft with), `kv_dtype`,
+            `prefix_cache`, …
 
     Raises:
         CheckpointError: the model is missing, damaged or of a form that is not supported.

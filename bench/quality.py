@@ -1,11 +1,13 @@
 """What rounding weights to four bits does to a model: perplexity, and how often the MTP head's first draft is right.
 
-    python bench/quality.py --conversations tau_airline.jsonl [--model tiny-agent] [--tokens 3328] [--count 6]
+    python bench/quality.py --conversations tau_airline.jsonl [--model tiny-agent] [--tokens 3328] [--count 6] [--heads]
 
 Held-out conversations are read from their beginning up to --tokens, float32 activations; what they have in common (the policy and
 the tools, which the model knows by heart) is not counted. The first draft is right where the head's likeliest token after (token
 p + 1, hidden p) is the target's likeliest token after token p + 1; `p1` is the share of such positions, the unconditional
-acceptance of draft 1 on this text.
+acceptance of draft 1 on this text. Calibration goes by eight of the other conversations, as `atlas-jax convert` takes them.
+
+--heads leaves the weights alone and compares the heads that drafts can be chosen with (`draft_head`, `draft_vocabulary`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from atlas_jax.config import RunConfig
+from atlas_jax.convert_command import calibration_texts
 from atlas_jax.models import HybridModel
 from atlas_jax.models.attention import causal_attention
+from atlas_jax.models.draft_head import with_draft_head
 from atlas_jax.text.chat import render_chat
 from atlas_jax.text.tokenizer import load_tokenizer
 from atlas_jax.train.conversations import held_out, load_conversations
@@ -36,7 +41,8 @@ from atlas_jax.weights.quantised.scheme import NVFP4, Scheme
 SCHEMES: dict[str, tuple[Scheme, bool] | None] = {
     "bfloat16": None,
     "int4, groups of 128": (Scheme("int4", 128), False),
-    "int4, groups of 128, calibrated": (Scheme("int4", 128), True),
+    "int4, groups of 128, calibrated": (Scheme("int4", 128), False),
+    "int4, groups of 128, searched": (Scheme("int4", 128), True),
     "int4, groups of 32": (Scheme("int4", 32), False),
     "nvfp4": (NVFP4, False),
     "nvfp4, searched": (NVFP4, True),
@@ -55,56 +61,100 @@ def measure(model: HybridModel, tokens: jax.Array, first: int) -> tuple[jax.Arra
     )
     out = causal_attention(p.q[None], p.k[None], p.v[None])[0]
     drafted = model.mtp.leave(model.drafter_norms, x, out, p.gate, few_rows=False)
-    drafts = jnp.argmax(model.logits(drafted), axis=-1)
+    drafts = jnp.argmax(model.draft_logits(drafted), axis=-1)
     return loss, jnp.sum((drafts == likely[1:])[first - 1 :]), likely[first:]
 
 
+class Text:
+    """Conversations to measure on, and those to calibrate with."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.source = args, resolve(args.model)
+        if self.source.directory is None or (tokenizer := load_tokenizer(self.source.directory)) is None:
+            raise SystemExit(f"{args.model} has no tokenizer")
+        talks = load_conversations(args.conversations)
+        self.tools: Any = json.loads((ASSETS / "airline_tools.json").read_text())
+        chats = (
+            render_chat(tokenizer, talks[name], tools=self.tools, add_generation_prompt=False)
+            for name in held_out(talks)[: args.count]
+        )
+        ids = [np.asarray(tokenizer.encode(chat)[: args.tokens], np.int32) for chat in chats]
+        self.texts = [x for x in ids if len(x) == args.tokens]
+        self.first = int(np.argmin((np.stack(self.texts) == self.texts[0]).all(0)))  # where they begin to differ
+        self.known = set(talks) - set(held_out(talks))
+
+    def to_calibrate(self, folder: pathlib.Path) -> list[np.ndarray]:
+        path = folder / "known.jsonl"
+        lines = pathlib.Path(self.args.conversations).read_text().splitlines()
+        path.write_text("\n".join(line for line in lines if json.loads(line)["id"] in self.known))
+        return calibration_texts(self.args.model, str(path), self.tools)
+
+
+class Report:
+    """Measures one model after another, and compares each with the first."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        model = HybridModel(text.source.config)
+        self.run = jax.jit(functools.partial(model.apply, method=functools.partial(measure, first=text.first)))
+        self.base: tuple[float, float, np.ndarray] | None = None
+
+    def __call__(self, name: str, params: Any) -> None:
+        parts = [jax.device_get(self.run(params, jnp.asarray(text))) for text in self.text.texts]
+        rows = len(parts) * (self.text.args.tokens - self.text.first)
+        perplexity, p1 = np.exp(sum(part[0] for part in parts) / rows), sum(int(part[1]) for part in parts) / rows
+        likely = np.concatenate([part[2] for part in parts])
+        base = self.base = self.base or (perplexity, p1, likely)
+        print(
+            f"{name:32} perplexity {perplexity:.4f} ({100 * (perplexity / base[0] - 1):+.2f} %)  "
+            f"p1 {p1:.4f} ({p1 - base[1]:+.4f})  same likeliest token {100 * np.mean(likely == base[2]):.2f} %",
+            flush=True,
+        )
+
+
+def compare_weights(text: Text, report: Report) -> None:
+    assert text.source.directory is not None
+    for name, how in SCHEMES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = text.source.directory
+            if how is not None:
+                path = pathlib.Path(folder) / "model"
+                texts = text.to_calibrate(pathlib.Path(folder)) if "calibrated" in name else []
+                convert(text.source.directory, path, how[0], search=how[1], texts=texts)
+            size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            params = load_params(path, text.source.config, dtype="float32", layout="layers", recipe=recipe_in(path))
+        report(f"{name}, {size / 1e6:.2f} MB", params)
+
+
+def compare_heads(text: Text, report: Report) -> None:
+    assert text.source.directory is not None
+    config = text.source.config
+    params = load_params(text.source.directory, config, dtype="float32", layout="layers")
+    half, quarter = config.vocab_size // 2, config.vocab_size // 4
+    report("the exact head", params)
+    for name, how in {
+        "int4": dict(draft_head="int4"),
+        f"the first {half} tokens": dict(draft_vocabulary=half),
+        f"the first {quarter} tokens": dict(draft_vocabulary=quarter),
+        f"int4, the first {half} tokens": dict(draft_head="int4", draft_vocabulary=half),
+    }.items():
+        report(name, with_draft_head(config, RunConfig(**how), params))  # pyright: ignore[reportArgumentType]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Perplexity and MTP acceptance of rounded weights.")
+    parser = argparse.ArgumentParser(
+        description="Perplexity and MTP acceptance of rounded weights and of cheaper heads."
+    )
     parser.add_argument("--conversations", required=True)
     parser.add_argument("--model", default="tiny-agent")
     parser.add_argument("--tokens", type=int, default=3328)
     parser.add_argument("--count", type=int, default=6)
+    parser.add_argument("--heads", action="store_true", help="compare heads to draft with instead of weights")
     args = parser.parse_args()
-    source = resolve(args.model)
-    assert source.directory is not None
-    tokenizer = load_tokenizer(source.directory)
-    if tokenizer is None:
-        raise SystemExit(f"{args.model} has no tokenizer")
-    talks = load_conversations(args.conversations)
-    tools: Any = json.loads((ASSETS / "airline_tools.json").read_text())
-
-    def texts_of(names: list[str]) -> list[np.ndarray]:
-        chats = (render_chat(tokenizer, talks[name], tools=tools, add_generation_prompt=False) for name in names)
-        ids = (np.asarray(tokenizer.encode(chat)[: args.tokens], np.int32) for chat in chats)
-        return [x for x in ids if len(x) == args.tokens]
-
-    known = sorted(set(talks) - set(held_out(talks)))  # to calibrate with
-    texts = texts_of(held_out(talks)[: args.count])
-    first = int(np.argmin((np.stack(texts) == texts[0]).all(0)))  # where they begin to differ
-    print(f"{len(texts)} conversations, tokens {first} to {args.tokens}, {jax.devices()[0].device_kind}", flush=True)
-    base: tuple[float, float, np.ndarray] | None = None
-    for name, how in SCHEMES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = source.directory
-            if how is not None:
-                path = pathlib.Path(folder) / "model"
-                calibration = texts_of(known[:: max(len(known) // 8, 1)][:8]) if "calibrated" in name else []
-                convert(source.directory, path, how[0], search=how[1], texts=calibration)
-            size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-            params = load_params(path, source.config, dtype="float32", layout="layers", recipe=recipe_in(path))
-        model = HybridModel(source.config)
-        run = jax.jit(functools.partial(model.apply, method=functools.partial(measure, first=first)))
-        parts = [jax.device_get(run(params, jnp.asarray(text))) for text in texts]
-        rows = len(texts) * (args.tokens - first)
-        perplexity, p1 = np.exp(sum(part[0] for part in parts) / rows), sum(int(part[1]) for part in parts) / rows
-        likely = np.concatenate([part[2] for part in parts])
-        base = base or (perplexity, p1, likely)
-        print(
-            f"{name:30} {size / 1e6:6.2f} MB  perplexity {perplexity:.4f} ({100 * (perplexity / base[0] - 1):+.2f} %)  "
-            f"p1 {p1:.4f} ({p1 - base[1]:+.4f})  same likeliest token {100 * np.mean(likely == base[2]):.2f} %",
-            flush=True,
-        )
+    text = Text(args)
+    device = jax.devices()[0].device_kind
+    print(f"{len(text.texts)} conversations, tokens {text.first} to {args.tokens}, {device}", flush=True)
+    (compare_heads if args.heads else compare_weights)(text, Report(text))
 
 
 if __name__ == "__main__":

@@ -25,32 +25,45 @@ Moments = dict[tuple[str, str, int], np.ndarray]
 
 def input_moments(config: ModelConfig, params: Any, texts: Sequence[np.ndarray]) -> Moments:
     """E[x xᵀ] of what each linear layer's weight is multiplied with: (block, weight, layer) -> float64 [K, K]. The model runs once
-    over each text, operation by operation.
+    over each text.
 
     Args:
         params: plain weights in layout "layers"; the experts of a mixture are left out.
     """
-    where: dict[int, tuple[str, str, int]] = {}
-    for block, weights in params["params"].items():
-        if isinstance(weights, dict) and block != "mtp":
-            for name, value in weights.items():
-                if isinstance(value, tuple):
-                    where |= {id(weight): (block, name, i) for i, weight in enumerate(value)}
-    sums: Moments = {}
-    count = 0
     model = HybridModel(config, jnp.dtype("float32"), "layers")
+    longest = max(len(text) for text in texts)
 
-    def seen(x: Array, weight: Any, i: int | None) -> None:
-        key = where.get(id(weight if i is None else weight[i]))
-        if key is not None:
-            rows = np.asarray(x, np.float64).reshape(-1, x.shape[-1])
-            sums[key] = sums.get(key, 0) + rows.T @ rows
+    @jax.jit
+    def sums(params: Any, tokens: Array, length: Array) -> dict[tuple[str, str, int], Array]:
+        where = {
+            id(weight): (block, name, i)
+            for block, weights in params["params"].items()
+            if isinstance(weights, dict) and block != "mtp"
+            for name, value in weights.items()
+            if isinstance(value, tuple)
+            for i, weight in enumerate(value)
+        }
+        real = jnp.arange(longest)[:, None] < length
+        out: dict[tuple[str, str, int], Array] = {}
 
-    for text in texts:
+        def seen(x: Array, weight: Any, i: int | None) -> None:
+            key = where.get(id(weight if i is None else weight[i]))
+            if key is not None:
+                rows = jnp.where(real, x.reshape(longest, -1), 0)
+                out[key] = jnp.matmul(rows.T, rows, precision="highest")
+
         with _watched(seen):
-            jax.block_until_ready(model.apply(params, jnp.asarray(text)[None], method="forward"))
-        count += len(text)
-    return {key: value / count for key, value in sums.items()}
+            model.apply(params, tokens[None], method="forward")
+        return out
+
+    found: Moments = {}
+    for text in texts:
+        tokens = np.zeros(longest, np.int32)  # what follows a text changes nothing of it
+        tokens[: len(text)] = text
+        for key, value in jax.device_get(sums(params, tokens, len(text))).items():
+            found[key] = found.get(key, 0) + value.astype(np.float64)
+    count = sum(len(text) for text in texts)
+    return {key: value / count for key, value in found.items()}
 
 
 @contextlib.contextmanager
