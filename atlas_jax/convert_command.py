@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from atlas_jax.errors import ConfigError, RequestError
@@ -14,7 +16,7 @@ from atlas_jax.weights.quantised.scheme import INT4_GROUPS, NVFP4, Scheme
 if TYPE_CHECKING:
     import numpy as np
 
-TEXTS, TOKENS = 8, 2048  # to calibrate with
+TEXTS, TOKENS, OWN = 8, 2048, "self"  # to calibrate with
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate",
         metavar="FILE.jsonl",
-        help='text to calibrate int4 with: {"messages": […]} or {"text": "…"} a line; '
-        f"{TEXTS} of them, the last {TOKENS:,} tokens of each",
+        help=f'text to calibrate int4 with: {{"messages": […]}} or {{"text": "…"}} a line, {TEXTS} of them, the last {TOKENS:,} '
+        f"tokens of each; or {OWN}: the model writes it",
     )
     parser.add_argument(
         "--tools", metavar="FILE.json", help="tools of conversations that bring none (with --calibrate)"
@@ -37,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     scheme = scheme_of(args.weights, args.group)
-    if args.tools is not None and args.calibrate is None:
+    if args.tools is not None and args.calibrate in (None, OWN):
         raise RequestError("--tools are those of conversations to calibrate with; add --calibrate FILE.jsonl")
     if args.calibrate is not None and args.search:
         raise RequestError("--calibrate looks for the best scales itself; leave out --search")
@@ -47,8 +49,12 @@ def run(args: argparse.Namespace) -> int:
     from atlas_jax.weights.convert import convert
 
     tools = None if args.tools is None else read_objects("--tools", args.tools, "function")
-    texts = calibration_texts(args.model, args.calibrate, tools) if args.calibrate else []
+    texts: Callable[[], list[np.ndarray]] | None = None
     with Progress() as progress:
+        if args.calibrate == OWN:
+            texts = functools.partial(own_texts, args.model, progress=progress)
+        elif args.calibrate is not None:
+            texts = functools.partial(calibration_texts, args.model, args.calibrate, tools)
         convert(args.model, args.out, scheme, head=args.head, search=args.search, texts=texts, progress=progress)
     note(f"{args.out}: {args.model} in {scheme.name}")
     return 0
@@ -103,6 +109,34 @@ def calibration_texts(
     if len(long) < count:
         long = sorted(found, key=len, reverse=True)[:count]
     return [np.asarray(ids[-tokens:], np.int32) for ids in long[:: max(len(long) // count, 1)][:count]]
+
+
+def own_texts(model: str, count: int = TEXTS, tokens: int = TOKENS // 2, progress: Any = None) -> list[np.ndarray]:
+    """Token ids of texts that the model itself writes: each goes on, sampled as the model has it, from how its chats begin and one
+    random token, so that no two are alike.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+    """
+    import numpy as np
+
+    import atlas_jax
+    from atlas_jax.text.chat import render_chat
+
+    runtime = atlas_jax.load(
+        model, slots=count, max_length=tokens + 8, max_drafts=0, prefix_cache=False, progress=progress
+    )
+    start: list[int] = []
+    if runtime.tokenizer is not None and runtime.tokenizer.templates:
+        start = list(runtime.tokenizer.encode(render_chat(runtime.tokenizer, [dict(role="user", content="-")])))[:1]
+    # Those that mark the parts of a text have the last ids.
+    first = np.random.default_rng(0).integers(
+        0, min(runtime.config.eos_token_ids or (runtime.config.vocab_size,)), count
+    )
+    options = dict(drafter="none", temperature=1.0, seed=0, ignore_eos=True, max_tokens=tokens - len(start) - 1)
+    prompts = [[*start, int(token)] for token in first]
+    written = runtime.generate(prompts, **options)
+    return [np.array([*prompt, *answer.token_ids], np.int32) for prompt, answer in zip(prompts, written, strict=True)]
 
 
 def scheme_of(weights: str, group: int | None) -> Scheme:

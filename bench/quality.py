@@ -1,11 +1,12 @@
 """What rounding weights to four bits does to a model: perplexity, and how often the MTP head's first draft is right.
 
-    python bench/quality.py --conversations tau_airline.jsonl [--model tiny-agent] [--tokens 3328] [--count 6] [--heads]
+    python bench/quality.py --conversations tau_airline.jsonl [--model tiny-agent] [--tokens N] [--count N] [--only TEXT] [--heads]
 
 Held-out conversations are read from their beginning up to --tokens, float32 activations; what they have in common (the policy and
 the tools, which the model knows by heart) is not counted. The first draft is right where the head's likeliest token after (token
 p + 1, hidden p) is the target's likeliest token after token p + 1; `p1` is the share of such positions, the unconditional
-acceptance of draft 1 on this text. Calibration goes by eight of the other conversations, as `atlas-jax convert` takes them.
+acceptance of draft 1 on this text. Calibration goes by eight of the other conversations, as `atlas-jax convert` takes them, or by
+what the model itself writes.
 
 --heads leaves the weights alone and compares the heads that drafts can be chosen with (`draft_head`, `draft_vocabulary`).
 """
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from atlas_jax.config import RunConfig
-from atlas_jax.convert_command import calibration_texts
+from atlas_jax.convert_command import calibration_texts, own_texts
 from atlas_jax.models import HybridModel
 from atlas_jax.models.attention import causal_attention
 from atlas_jax.models.draft_head import with_draft_head
@@ -38,14 +39,16 @@ from atlas_jax.weights.load import load_params
 from atlas_jax.weights.presets import resolve
 from atlas_jax.weights.quantised.scheme import NVFP4, Scheme
 
-SCHEMES: dict[str, tuple[Scheme, bool] | None] = {
-    "bfloat16": None,
-    "int4, groups of 128": (Scheme("int4", 128), False),
-    "int4, groups of 128, calibrated": (Scheme("int4", 128), False),
-    "int4, groups of 128, searched": (Scheme("int4", 128), True),
-    "int4, groups of 32": (Scheme("int4", 32), False),
-    "nvfp4": (NVFP4, False),
-    "nvfp4, searched": (NVFP4, True),
+INT4 = Scheme("int4", 128)
+SCHEMES: dict[str, tuple[Scheme, str]] = {
+    "bfloat16": (INT4, ""),
+    "int4, groups of 128": (INT4, "plain"),
+    "int4, groups of 128, searched": (INT4, "searched"),
+    "int4, groups of 128, calibrated": (INT4, "calibrated"),
+    "int4, groups of 128, own text": (INT4, "own text"),
+    "int4, groups of 32": (Scheme("int4", 32), "plain"),
+    "nvfp4": (NVFP4, "plain"),
+    "nvfp4, searched": (NVFP4, "searched"),
 }
 
 
@@ -114,13 +117,18 @@ class Report:
 
 def compare_weights(text: Text, report: Report) -> None:
     assert text.source.directory is not None
-    for name, how in SCHEMES.items():
+    for name, (scheme, how) in SCHEMES.items():
+        if how and text.args.only not in name:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             path = text.source.directory
-            if how is not None:
+            if how:
                 path = pathlib.Path(folder) / "model"
-                texts = text.to_calibrate(pathlib.Path(folder)) if "calibrated" in name else []
-                convert(text.source.directory, path, how[0], search=how[1], texts=texts)
+                texts = {
+                    "calibrated": lambda: text.to_calibrate(pathlib.Path(folder)),
+                    "own text": lambda: own_texts(text.args.model),
+                }.get(how)
+                convert(text.source.directory, path, scheme, search=how == "searched", texts=texts)
             size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             params = load_params(path, text.source.config, dtype="float32", layout="layers", recipe=recipe_in(path))
         report(f"{name}, {size / 1e6:.2f} MB", params)
@@ -149,6 +157,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-agent")
     parser.add_argument("--tokens", type=int, default=3328)
     parser.add_argument("--count", type=int, default=6)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows with TEXT in their names")
     parser.add_argument("--heads", action="store_true", help="compare heads to draft with instead of weights")
     args = parser.parse_args()
     text = Text(args)

@@ -16,7 +16,7 @@ from test_quantised_formats import plain
 
 from atlas_jax.cli import main
 from atlas_jax.config import RunConfig
-from atlas_jax.convert_command import calibration_texts
+from atlas_jax.convert_command import calibration_texts, own_texts
 from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.models.draft_head import draft_logits, with_draft_head
 from atlas_jax.text.chat import render_chat
@@ -100,7 +100,7 @@ def test_calibration_makes_products_err_less():
 @pytest.mark.long
 def test_the_inputs_of_every_linear_layer_are_seen(tmp_path):
     texts = [np.arange(3, 60, dtype=np.int32)]
-    convert(SMALL, tmp_path / "out", Scheme("int4", 32), texts=texts)
+    convert(SMALL, tmp_path / "out", Scheme("int4", 32), texts=lambda: texts)
     assert inspect_model(tmp_path / "out").refused == ()
     config = model_config(SMALL)
     params = load_params(SMALL, config, dtype="float32", layout="layers")
@@ -108,7 +108,24 @@ def test_the_inputs_of_every_linear_layer_are_seen(tmp_path):
     assert len(found) == 2 * config.num_layers + 2 * config.num_layers
     assert all(np.linalg.matrix_rank(x) > 10 for x in found.values())
     with pytest.raises(ConfigError, match="leave out --calibrate"):
-        convert(SMALL, tmp_path / "other", NVFP4, texts=texts)
+        convert(SMALL, tmp_path / "other", NVFP4, texts=lambda: texts)
+
+
+@pytest.mark.long
+def test_a_model_writes_its_own_text():
+    """Of chats where the model has a template, of nothing otherwise; no two alike."""
+    for model in ("tiny-agent", str(SMALL)):
+        texts = own_texts(model, count=3, tokens=20)
+        assert [len(x) for x in texts] == [20] * 3 and len({x.tobytes() for x in texts}) == 3
+        assert len({int(x[0]) for x in texts}) == (1 if model == "tiny-agent" else 3)
+
+
+def test_nothing_is_written_or_loaded_for_a_target_that_is_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("atlas_jax.load", None, raising=False)
+    (tmp_path / "file").touch()
+    for texts in (["self"], [str(tmp_path / "none.jsonl")]):
+        assert main(["convert", "tiny-agent", str(tmp_path), "--weights", "int4", "--calibrate", *texts]) == 2
+        assert "is there already" in capsys.readouterr().err
 
 
 def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
@@ -128,6 +145,7 @@ def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
     save_file(random_tensors(model_config(source), True), source / "model.safetensors")
     convert(source, tmp_path / "out", Scheme("int4", 32), head=True)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # whoever may read one may read all
     assert "model.layers.1.mlp.experts.3.up_proj.weight_packed" in tensors and "lm_head.weight_packed" in tensors
     assert inspect_model(tmp_path / "out").refused == ()
 
@@ -229,6 +247,8 @@ def test_damaged_texts_to_calibrate_with(tmp_path, capsys, text, says):
         ("--weights nvfp4 --group 32", "leave out --group"),
         ("--weights nvfp4 --calibrate x", "--calibrate is for int4"),
         ("--weights int4 --tools x", "add --calibrate"),
+        ("--weights int4 --tools x --calibrate self", "add --calibrate"),
+        ("--weights nvfp4 --calibrate self", "--calibrate is for int4"),
         ("--weights int4 --search --calibrate x", "leave out --search"),
     ],
 )

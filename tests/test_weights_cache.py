@@ -170,7 +170,7 @@ def test_reading_writes_nothing(load):
 def test_a_full_disk_is_a_warning_and_leaves_nothing(load, monkeypatch):
     usage = shutil.disk_usage(load.model)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=cache.SPARE + 1000))
-    with pytest.warns(UserWarning, match="could not be kept .they take 0.0 GB, and 1.1 GB are free"):
+    with pytest.warns(UserWarning, match="could not be kept .they take 0.00 GB; 1.07 GB are free"):
         load()
     monkeypatch.undo()
 

@@ -116,7 +116,9 @@ def write(entry: pathlib.Path, weights: Mapping[str, Any]) -> None:
             return
         size = sum(x.nbytes for x in jax.tree.leaves(dict(weights)))
         if (free := shutil.disk_usage(entry.parent).free) < size + SPARE:
-            raise OSError(f"they take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+            raise OSError(
+                f"they take {size / 1e9:.2f} GB; {free / 1e9:.2f} GB are free, of which {SPARE / 1e9:.0f} stays so"
+            )
         with _part(entry) as part, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
             sums = dict(zip(weights, pool.map(keep, weights), strict=True))
             (part / MANIFEST).write_text(json.dumps({"version": VERSION, "weights": sums}))

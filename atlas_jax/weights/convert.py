@@ -42,7 +42,7 @@ def convert(
     *,
     head: bool = False,
     search: bool = False,
-    texts: Sequence[np.ndarray] = (),
+    texts: Callable[[], Sequence[np.ndarray]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Writes the model in `source` to the new folder `target` with the layers' linear weights rounded to `scheme`. Embedding,
@@ -51,8 +51,8 @@ def convert(
 
     Args:
         search: see `rounded`.
-        texts: token ids of texts to calibrate with (see `quantised.calibration`; int4, the dense layers only): errors of
-            rounding are made up for as far as these texts allow. The model is run over them.
+        texts: gives token ids of texts to calibrate with (see `quantised.calibration`; int4, the dense layers only): errors of
+            rounding are made up for as far as these texts allow. The model is run over them. Called when all else is checked.
         progress: called with the bytes read so far and in all.
 
     Raises:
@@ -83,7 +83,7 @@ def convert(
     moments: dict[str, np.ndarray] = {}
     if texts:
         params = load_params(folder, parsed.config, dtype="float32", layout="layers")
-        found = input_moments(parsed.config, params, texts)
+        found = input_moments(parsed.config, params, texts())
         moments = {
             name: found[leaf.path[0], leaf.path[1], i]
             for leaf in leaves
@@ -237,9 +237,13 @@ def _write(out: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None
         size, total = size + value.nbytes, total + value.nbytes
     flush()
     where: dict[str, str] = {}
+    plain = out / "plain"  # its mode is that of other files; the library's are for their owner alone
+    plain.touch()
     for i, names in enumerate(shards, 1):
+        shutil.copymode(plain, out / f"model-{i:05}.part")
         file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         os.replace(out / f"model-{i:05}.part", out / file)
         where |= dict.fromkeys(names, file)
+    plain.unlink()
     if len(shards) > 1:
         (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=1))

@@ -104,12 +104,14 @@ def calibrated(weight: np.ndarray, scheme: Scheme, moments: np.ndarray) -> Codes
 
 
 def _scale(group: np.ndarray, spread: np.ndarray) -> np.ndarray:
-    """For each output, of some scales the one with the least error, weighted as the errors will weigh; rounded to bfloat16."""
+    """For each output, of some scales the one with the least error, weighted as the errors will weigh; rounded to bfloat16. A
+    negative one gives the code -8, which has no counterpart, to the other side."""
     largest = np.maximum(np.abs(group).max(1), 1e-30) / 7.5
     best, least = largest, np.full(len(group), np.inf)
     for factor in np.linspace(1.0, 0.7, 11):
-        scale = (largest * factor).astype(ml_dtypes.bfloat16).astype(np.float64)
-        rounded = np.clip(np.round(group / scale[:, None]), -8, 7) * scale[:, None]
-        error = (((group - rounded) / spread) ** 2).sum(1)
-        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+        for sign in (1, -1):
+            scale = (sign * largest * factor).astype(ml_dtypes.bfloat16).astype(np.float64)
+            rounded = np.clip(np.round(group / scale[:, None]), -8, 7) * scale[:, None]
+            error = (((group - rounded) / spread) ** 2).sum(1)
+            best, least = np.where(error < least, scale, best), np.minimum(error, least)
     return best.astype(ml_dtypes.bfloat16).astype(np.float64)
