@@ -129,8 +129,7 @@ def own_texts(model: str, count: int = TEXTS, tokens: int = TOKENS // 2, progres
     start: list[int] = []
     if runtime.tokenizer is not None and runtime.tokenizer.templates:
         start = list(runtime.tokenizer.encode(render_chat(runtime.tokenizer, [dict(role="user", content="-")])))[:1]
-    # Those that mark the parts of a text have the last ids.
-    words = min(runtime.config.eos_token_ids or (runtime.config.vocab_size,))
+    words = np.setdiff1d(np.arange(runtime.config.vocab_size), runtime.config.eos_token_ids)
     first = np.random.default_rng(0).choice(words, count, replace=False)
     options = dict(drafter="none", temperature=1.0, seed=0, ignore_eos=True, max_tokens=tokens - len(start) - 1)
     prompts = [[*start, int(token)] for token in first]
