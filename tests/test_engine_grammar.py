@@ -18,6 +18,7 @@ from atlas_jax.config import FULL, LINEAR
 from atlas_jax.engine.api import EngineConfig, Grammar
 from atlas_jax.engine.engine import Engine
 from atlas_jax.engine.grammar import Grammars
+from atlas_jax.engine.tool_grammar import tool_call_source
 from atlas_jax.errors import RequestError
 from atlas_jax.runtime import Runtime
 from atlas_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -121,6 +122,69 @@ def test_json_may_be_laid_out_but_not_padded():
     for grammar in (schema, Grammar("json_object")):
         assert all(fitting(grammar, text) for text in texts)
         assert not any(fitting(grammar, text) for text in ('{"a"  :[]}', '{\n\n"a":[]}'))
+
+
+TOOLS = {
+    "book": {
+        "type": "object",
+        "properties": {
+            "user": {"type": "string"},
+            "cabin": {"type": "string", "enum": ["economy", "business"]},
+            "bags": {"$ref": "#/$defs/count"},
+            "flights": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["user", "cabin", "bags"],
+        "$defs": {"count": {"type": "integer", "minimum": 0}},
+    },
+    "note": None,
+}
+
+
+def xml(name: str, **values: str) -> str:
+    return f"<function={name}>\n" + body(**values)
+
+
+def body(**values: str) -> str:
+    given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"{given}</function>\n</tool_call>"
+
+
+def test_strict_calls_in_tags():
+    named, free = (
+        Grammar("tool_call", tool_call_source("xml", TOOLS, begun, begun is None)) for begun in ("book", None)
+    )
+    good: dict[str, str] = dict(user="Ann\nof <b>", cabin="economy", bags="2")
+    assert fitting(named, body(**good)) and fitting(named, body(**good, flights='["HAT1", "HAT2"]'))
+    assert not fitting(named, body(**good) + "\n<tool_call>\n" + xml("note"))
+    for bad in (dict(cabin="first"), dict(bags="-1"), dict(bags="two"), dict(flights="HAT1"), dict(more="x")):
+        assert not fitting(named, body(**good | bad)), bad
+    assert not fitting(named, body(user="Ann", cabin="economy"))
+    assert fitting(free, xml("note", anything="x", more="y") + "\n<tool_call>\n" + xml("book", **good))
+    assert not fitting(free, xml("cancel", **good)) and not fitting(free, xml("book", **good | dict(bags="x")))
+    for part in (
+        {"type": "string", "pattern": "a+"},
+        {"type": ["string", "null"], "maxLength": 3},
+        {"anyOf": [{"type": "string"}]},
+    ):
+        with pytest.raises(RequestError, match="raw text"):
+            tool_call_source("xml", {"f": {"type": "object", "properties": {"x": part}}}, None, False)
+
+
+def test_strict_calls_in_json():
+    named, free = (
+        Grammar("tool_call", tool_call_source("json", TOOLS, begun, begun is None)) for begun in ("book", None)
+    )
+    good = json.dumps(dict(user="Ann", cabin="economy", bags=2))
+    assert fitting(named, f" {good}}}\n</tool_call>") and fitting(named, f"{good}}}\n</tool_call>")
+    assert fitting(
+        free,
+        '{"name": "note", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "book", "arguments": '
+        + good
+        + "}\n</tool_call>",
+    )
+    for bad in (good.replace("economy", "first"), good.replace("2", "-2"), good.replace("bags", "bag"), "{}"):
+        assert not fitting(named, f" {bad}}}\n</tool_call>"), bad
+    assert not fitting(free, '{"name": "cancel", "arguments": {}}\n</tool_call>')
 
 
 def test_what_is_no_grammar_is_refused(runtime):

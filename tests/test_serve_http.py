@@ -190,11 +190,24 @@ def test_one_call_at_a_time(client, engine):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_forced_calls(client, web):
+def test_forced_calls(client, web, engine):
+    function = TOOLS[0]["function"]
+    loose: Any = [{"type": "function", "function": function | {"strict": False}}]
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "pattern": "[A-Z].*"}}}
+    patterned = [{"type": "function", "function": function | {"parameters": parameters}}]
     for choice in ("required", {"type": "function", "function": {"name": "find"}}):
         got = chat(client, "Hello", tools=TOOLS, tool_choice=choice).choices[0]
         assert got.message.content is None and got.finish_reason == "tool_calls"
         assert json.loads(got.message.tool_calls[0].function.arguments)["city"] == "Ålesund"
+        assert engine.requests[-1].grammar.kind == "tool_call"  # since it is strict
+        raw = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=HELLO, tools=TOOLS, tool_choice=choice
+        )
+        assert "x-atlas-ignored" not in raw.headers
+        chat(client, "Hello", tools=loose, tool_choice=choice)
+        assert engine.requests[-1].grammar is None
+    found = refused(web, tools=patterned, tool_choice="required")
+    assert found["param"] == "tools" and "parameter 'city' is written as raw text" in found["message"]
     error = refused(web, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "lose"}})
     assert error["param"] == "tool_choice"
     assert refused(web, tools=TOOLS, tool_choice="required", reasoning_effort="high")["param"] == "reasoning_effort"

@@ -68,10 +68,11 @@ class Grammar:
     """What an answer must look like; only tokens that can lead there are picked.
 
     Attributes:
-        kind: "json_schema" (source: a JSON schema), "json_object" (any JSON object; source ""), "regex" (the whole answer).
+        kind: "json_schema" (source: a JSON schema), "json_object" (any JSON object; source ""), "regex" (the whole answer),
+            "tool_call" (what follows the beginning of a call; `tool_grammar.tool_call_source`).
     """
 
-    kind: Literal["json_schema", "json_object", "regex"]
+    kind: Literal["json_schema", "json_object", "regex", "tool_call"]
     source: str = ""
 
 

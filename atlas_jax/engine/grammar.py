@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from atlas_jax.engine.api import Grammar
+from atlas_jax.engine.tool_grammar import lark
 from atlas_jax.errors import RequestError
 from atlas_jax.runtime import Runtime
 
-KINDS = ("json_schema", "json_object", "regex")
+KINDS = ("json_schema", "json_object", "regex", "tool_call")
 MAX_SOURCE = 1 << 18  # characters
 # Between the parts of JSON: one space, or one line break with its indentation. JSON allows any number of them, and a model that is
 # unsure what comes next writes them until its answer is full.
@@ -45,6 +46,8 @@ class Grammars:
         try:
             if grammar.kind == "regex":
                 compiled = LLMatcher.grammar_from_regex(grammar.source)
+            elif grammar.kind == "tool_call":
+                compiled = LLMatcher.grammar_from_lark(lark(grammar.source, self._special, WHITESPACE))
             else:
                 schema = dict(type="object") if grammar.kind == "json_object" else json.loads(grammar.source)
                 compiled = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=WHITESPACE)
@@ -54,6 +57,11 @@ class Grammars:
         if matcher.is_error():
             raise RequestError(f"{grammar.kind}: {matcher.get_error().strip()}")
         return GrammarGuide(matcher, frozenset(self.runtime.config.eos_token_ids))
+
+    def _special(self, text: str) -> bool:
+        """Whether a text is a token of its own that llguidance takes for no text."""
+        ids = self._tokenizer.tokenize_str(text)
+        return len(ids) == 1 and self._tokenizer.is_special_token(ids[0])
 
     @functools.cached_property
     def _tokenizer(self) -> Any:

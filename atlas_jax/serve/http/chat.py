@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from atlas_jax.completion import Completion, Delta
 from atlas_jax.engine.api import GenerationRequest, Grammar
+from atlas_jax.engine.tool_grammar import tool_call_source
+from atlas_jax.errors import RequestError
 from atlas_jax.serve.answer_parser import (
     AnswerParser,
     CallArguments,
@@ -44,9 +46,8 @@ async def chat_completions(request: Request) -> Response | EventStream:
     plan = await asyncio.to_thread(plan_chat, backend, body)
     answers = await submit_all(backend, plan.requests)
     head = dict(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=backend.config.name)
-    headers = ignored(
-        body, [f"tools[{i}].function.strict" for i, tool in enumerate(body.tools or []) if tool.function.strict]
-    )
+    strict = [f"tools[{i}].function.strict" for i, tool in enumerate(body.tools or []) if tool.function.strict]
+    headers = ignored(body, [] if plan.strict else strict)
     if body.stream:
         return EventStream(_streamed(plan, answers, body, head), backend, headers, answers)
     with closing(answers):
@@ -61,6 +62,7 @@ class ChatPlan:
     tools: parameter schemas by name; None where calls are plain text.
     prefix: what the answer was made to begin with.
     one_call: whether an answer ends after its first call.
+    strict: whether its calls are held to the schemas of the tools that ask for it.
     """
 
     backend: Backend
@@ -69,6 +71,7 @@ class ChatPlan:
     tools: dict[str, dict[str, Any]] | None
     prefix: str
     one_call: bool
+    strict: bool
 
 
 def plan_chat(backend: Backend, body: ChatRequest) -> ChatPlan:
@@ -86,6 +89,8 @@ def plan_chat(backend: Backend, body: ChatRequest) -> ChatPlan:
     if body.parallel_tool_calls is not None and not body.tools:
         raise FieldError("parallel_tool_calls needs tools", "parallel_tool_calls")
     prefix = _prefix(backend, body, tools) if tools and forced else ""
+    if tools and forced:
+        grammar = _strict(backend, body, tools)
     thinking = _thinking(body)
     if thinking is None and (forced or grammar):
         thinking = False
@@ -105,7 +110,9 @@ def plan_chat(backend: Backend, body: ChatRequest) -> ChatPlan:
         dataclasses.replace(made, params=dataclasses.replace(made.params, **seed)) for seed in _seeds(body, choices)
     ]
     schemas = {name: tool.function.parameters or {} for name, tool in tools.items()} if tools else None
-    return ChatPlan(backend, prompt, requests, schemas, prefix, body.parallel_tool_calls is False)
+    return ChatPlan(
+        backend, prompt, requests, schemas, prefix, body.parallel_tool_calls is False, bool(tools and grammar)
+    )
 
 
 def _seeds(body: ChatRequest, choices: int) -> list[dict[str, int]]:
@@ -154,6 +161,23 @@ def _prefix(backend: Backend, body: ChatRequest, tools: dict[str, Tool]) -> str:
     if any("<function=" in template for template in templates):
         return f"<tool_call>\n<function={name}>\n"
     return f'<tool_call>\n{{"name": "{name}", "arguments":'
+
+
+def _strict(backend: Backend, body: ChatRequest, tools: dict[str, Tool]) -> Grammar | None:
+    """Of a forced call, where a tool that it may be of is strict: the name of one of them, arguments by its schema if it is."""
+    form = "xml" if any("<function=" in template for template in backend.tokenizer.templates.values()) else "json"
+    schemas = {name: tool.function.parameters or {} if tool.function.strict else None for name, tool in tools.items()}
+    name = body.tool_choice.function.name if isinstance(body.tool_choice, ChosenTool) else None
+    wanted = schemas if name is None else {name: schemas[name]}
+    if not any(schema is not None for schema in wanted.values()):
+        return None
+    try:
+        source = tool_call_source(form, wanted, name, more=name is None and body.parallel_tool_calls is not False)
+    except RequestError as error:
+        raise FieldError(str(error), "tools") from None
+    if len(source) > MAX_GRAMMAR:
+        raise FieldError(f"strict tools may have at most {MAX_GRAMMAR} characters together", "tools")
+    return Grammar("tool_call", source)
 
 
 def _plain(tool: Tool) -> dict[str, Any]:
