@@ -13,11 +13,15 @@ sums are split otherwise than those of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -31,10 +35,31 @@ def bucket(rows: int, group: int) -> int:
     return round_up(rows, group) if jax.default_backend() == "gpu" else rows
 
 
-def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) -> Any:
+_LIVE: ContextVar[int | None] = ContextVar("live", default=None)
+
+
+@contextlib.contextmanager
+def at_most(live: int) -> Iterator[None]:
+    """Says to kernels, while a function of padded rows is traced, that none past the first `live` matters. They may leave those out
+    where that changes no bit of the others."""
+    token = _LIVE.set(live)
+    try:
+        yield
+    finally:
+        _LIVE.reset(token)
+
+
+def most_live(rows: int) -> int:
+    """How many of `rows` rows can matter to who traces this."""
+    live = _LIVE.get()
+    return rows if live is None else min(rows, live)
+
+
+def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array, live: int | None = None) -> Any:
     """Applies `f`, a function of `group` rows, to every group of `rows` (arrays with one common leading axis R).
 
     Args:
+        live: how many leading rows can matter at all; the others pad a bucket.
         count: how many leading rows matter, at run time; groups past them are skipped and yield zeros. It must be computed
             from the call's inputs: a constant would let the compiler dissolve the loop.
 
@@ -48,7 +73,8 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) 
             given = [x[i : i + group] for x in padded]
             # Waits for the group before, and for nothing to be fused with what stands around.
             given, _ = jax.lax.optimization_barrier((given, parts[-1:]))
-            parts.append(f(*given))
+            with at_most(group if live is None else min(max(live - i, 1), group)):
+                parts.append(f(*given))
         parts = jax.lax.optimization_barrier(parts)
         return jax.tree.map(lambda *ys: (ys[0] if len(ys) == 1 else jnp.concatenate(ys))[:R], *parts)
     # With one group more than there are rows for, a slice is never the whole: it would be simplified away, and a body that
@@ -70,6 +96,14 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array) 
 def pad_rows(x: Array, total: int) -> Array:
     """Appends zeros to the leading axis, up to `total` rows."""
     return x if x.shape[0] == total else jnp.pad(x, [(0, total - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+
+def add_in_order(parts: Array, written: np.ndarray | None = None) -> Array:
+    """The sum of `parts` [P, R, N], one addition after another: how a compiler splits a reduction may depend on how many rows there
+    are. Where `written` [P, N] is false, a part holds nothing."""
+    held = np.ones(parts.shape[::2], bool) if written is None else written
+    terms = (part if mine.all() else jnp.where(mine, part, 0) for part, mine in zip(parts, held, strict=True))
+    return functools.reduce(jnp.add, terms)
 
 
 def by_sequence(f: Callable[..., Any], *xs: Any) -> Any:

@@ -14,6 +14,7 @@ from atlas_jax import state as states
 from atlas_jax.config import FULL, LINEAR, ModelConfig, RunConfig
 from atlas_jax.models import HybridModel
 from atlas_jax.settings import compiler_options
+from atlas_jax.weights.presets import random_params
 
 _COMMON: dict[str, Any] = dict(
     vocab_size=96,
@@ -136,9 +137,11 @@ def _int(x: Any) -> jax.Array:
 
 
 @functools.cache
-def steps(family: str, dtype: str = "float32", **changes: Any) -> Steps:
-    """One `Steps` a family and run configuration, shared by the tests of a process."""
-    return Steps(CONFIGS[family], dataclasses.replace(RUN, dtype=dtype, **changes))
+def steps(family: str, dtype: str = "float32", weights: str | None = None, **changes: Any) -> Steps:
+    """One `Steps` a family and run configuration, shared by the tests of a process; with random quantised weights, if asked."""
+    config, run = CONFIGS[family], dataclasses.replace(RUN, dtype=dtype, **changes)
+    packed = weights and random_params(config, dtype=dtype, layout=run.layout, weights=weights)
+    return Steps(config, run, packed or None)
 
 
 def assert_same(a: Any, b: Any) -> None:

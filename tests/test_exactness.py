@@ -53,6 +53,34 @@ def test_every_row_count(K):
     assert_same(s.snapshot(other, jnp.int32(3)), s.snapshot(state, jnp.int32(1)))
 
 
+QUANTISED = [
+    pytest.param(family, weights, marks=pytest.mark.long)
+    for family, weights in (
+        ("dense", "int4"),
+        ("moe", "int4"),
+        ("dense", "nvfp4"),
+        ("moe", "fp8"),
+        ("dense", "int4-g32"),
+    )
+]
+
+
+@pytest.mark.parametrize(("family", "weights"), QUANTISED)
+def test_quantised_rows_together_equal_rows_alone(family, weights):
+    """Kernels leave out the rows that pad a bucket, and take other instructions for eight rows than for sixteen."""
+    s = steps(family, "bfloat16", weights)
+    logits, state = s.feed(s.init(), 1, TOKENS[:51])
+    expected = s.snapshot(state, jnp.int32(1))
+    for K in (2, 4, 8, 9, 16):
+        got, state = s.feed(s.init(), 2, TOKENS[:51], K)
+        np.testing.assert_array_equal(got, logits)
+        assert_same(without_drafter(s.snapshot(state, jnp.int32(2))), without_drafter(expected))
+    rows = np.stack([TOKENS[:4]] * 4)
+    got, _, _ = s.verify(s.init(), [1, 2, 3, 4], rows, [4, 0, 2, 3])  # sixteen rows, four sequences
+    for b, n in enumerate((4, 0, 2, 3)):
+        np.testing.assert_array_equal(np.asarray(got)[b, :n], logits[:n])
+
+
 def test_a_product_does_not_know_a_rows_place():
     """What row groups rest on, and a new compiler might break: equal bits wherever a row stands, whatever is beside it."""
     rng = np.random.default_rng(0)

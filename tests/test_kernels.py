@@ -14,9 +14,11 @@ from pallas_kernels.gated_delta import Journal, Recurrent, triton_prefill
 from pallas_kernels.gated_delta import arg_specs as gated
 from pallas_kernels.gated_delta import reference as twin
 from pallas_kernels.gated_delta import triton as step_kernel
+from pallas_kernels.linear import triton as narrow
 from pallas_kernels.paged_attention import arg_specs as paged
 from pallas_kernels.paged_attention import reference as paged_twin
 from pallas_kernels.paged_attention import triton as attention_kernel
+from pallas_kernels.rows import at_most
 
 # Both are float32 throughout; they add in another order.
 CLOSE: Any = dict(rtol=2e-4, atol=2e-5)
@@ -278,3 +280,31 @@ def test_eight_bit_pages_equal_their_twin():
     for b, n in enumerate(n_rows):
         a, w = (np.asarray(x[b * K : b * K + n], np.float32) for x in (out, exact))
         np.testing.assert_allclose(a, w, rtol=2e-2, atol=2e-2)
+
+
+# ---- narrow products ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("R", "K", "N"), [(1, 128, 1), (3, 256, 40), (16, 640, 96)])
+def test_a_narrow_product_equals_the_librarys(R, K, N):
+    x, weight = rows_and_stack(R, K, N)
+    assert narrow.fits(x, weight, 1, False)
+    got = narrow.linear(x, weight, 1, interpret=interpret)
+    want = np.asarray(x, np.float64) @ np.asarray(weight[1], np.float64)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)  # both exact products, summed in another order
+
+
+def test_rows_of_a_narrow_product_are_the_same_in_any_company_and_those_that_pad_are_left_out():
+    x, weight = rows_and_stack(16, 256, 40)
+    together = np.asarray(narrow.linear(x, weight, 0, interpret=interpret))
+    for R in (1, 5, 16):
+        np.testing.assert_array_equal(narrow.linear(x[-R:], weight, 0, interpret=interpret), together[-R:])
+    with at_most(3):
+        few = narrow.linear(x, weight, 0, interpret=interpret)
+    np.testing.assert_array_equal(few[:3], together[:3])
+    assert few.shape == together.shape and not np.asarray(few[3:]).any()
+
+
+def rows_and_stack(R, K, N):
+    x, weight = jax.random.normal(jax.random.key(0), (R, K)), jax.random.normal(jax.random.key(1), (2, K, N))
+    return x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)

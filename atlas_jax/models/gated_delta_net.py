@@ -16,7 +16,11 @@ class Rows(NamedTuple):
     """What a row's input projection yields, as it comes: queries, keys, values, output gate, write strength, decay."""
 
     projected: Float[Array, "*rows width"]
-    gate: Float[Array, "*rows Hv Dv"]
+
+    @property
+    def gate(self) -> Float[Array, "*rows width"]:
+        """The whole row: cut out here, the gate would be copied."""
+        return self.projected
 
 
 class Projected(NamedTuple):
@@ -46,19 +50,16 @@ class GatedDeltaNet(Block):
     def project(self, x: Float[Array, "*rows D"], i: int) -> Projected:
         """Input projection of layer `i`. Decay and write strength are float32 whatever the weights are."""
         c = self.config
-        out, gate = self.project_rows(x, i)
+        out = project(x, self.in_proj, i)
         mixed, _, b, a = jnp.split(
             out, [c.conv_channels, c.conv_channels + c.value_size, out.shape[-1] - c.linear_num_value_heads], axis=-1
         )
         log_decay, beta = gated_delta.gates(a, b, *jnp.split(self.vectors[i][: 2 * c.linear_num_value_heads], 2))
-        return Projected(mixed, gate, log_decay, jnp.exp(log_decay), beta)
+        return Projected(mixed, self._gate(out), log_decay, jnp.exp(log_decay), beta)
 
     def project_rows(self, x: Float[Array, "*rows D"], i: int) -> Rows:
         """Input projection of layer `i` for `gated_delta.step`, which takes it as it comes."""
-        c = self.config
-        out = project(x, self.in_proj, i)
-        gate = out[..., c.conv_channels : c.conv_channels + c.value_size]
-        return Rows(out, gate.reshape(*x.shape[:-1], c.linear_num_value_heads, c.linear_value_head_dim))
+        return Rows(project(x, self.in_proj, i))
 
     def convolve(self, windows: Float[Array, "*rows W C"], i: int) -> tuple[Array, Array, Array]:
         """From rows' windows, oldest input first: float32 queries [..., Hk, Dk] (unit length, scaled), keys (unit length)
@@ -76,12 +77,18 @@ class GatedDeltaNet(Block):
         return gated_delta.Mixer(*stacked)
 
     def finish(
-        self, out: Float[Array, "*rows Hv Dv"], gate: Float[Array, "*rows Hv Dv"], i: int
+        self, out: Float[Array, "*rows Hv Dv"], gate: Float[Array, "*rows Hv Dv"] | Float[Array, "*rows width"], i: int
     ) -> Float[Array, "*rows D"]:
-        """Gated norm a head, then the output projection of layer `i`."""
+        """Gated norm a head, then the output projection of layer `i`. `gate` may be the row that has it (`project_rows`)."""
+        gate = gate if gate.ndim == out.ndim else self._gate(gate)
         norm = self.vectors[i][2 * self.config.linear_num_value_heads :]
         y = gated_rms_norm(out, norm, gate, self.config.rms_norm_eps)
         return project(y.reshape(*y.shape[:-2], -1), self.out_proj, i)
+
+    def _gate(self, projected: Float[Array, "*rows width"]) -> Float[Array, "*rows Hv Dv"]:
+        c = self.config
+        gate = projected[..., c.conv_channels : c.conv_channels + c.value_size]
+        return gate.reshape(*gate.shape[:-1], c.linear_num_value_heads, c.linear_value_head_dim)
 
 
 def _initial_vectors(heads: int) -> Initializer:

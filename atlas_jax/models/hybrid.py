@@ -23,7 +23,7 @@ from atlas_jax.shapes import Array, Float, Int
 from atlas_jax.state.target import TargetState
 from pallas_kernels import gated_delta, paged_attention
 from pallas_kernels.linear import linear
-from pallas_kernels.rows import bucket, by_row_group, live_rows, pad_rows
+from pallas_kernels.rows import at_most, bucket, by_row_group, live_rows, pad_rows
 
 Rows = Callable[..., Any]
 FED = "fed"  # the collection in which `prefill` and `feed` leave the hiddens that the drafter's layer reads, where it is mutable
@@ -79,7 +79,8 @@ class HybridModel(nn.Module):
         """`logits` of few rows that need not be exact: of the draft head, where there is one."""
         rows = pad_rows(hidden, bucket(hidden.shape[0], self.row_group))
         head = self.get_variable("params", "draft_head")
-        logits = self.logits(rows) if head is None else draft_logits(head, rows, self.config.vocab_size)
+        with at_most(hidden.shape[0]):
+            logits = self.logits(rows) if head is None else draft_logits(head, rows, self.config.vocab_size)
         return logits[: hidden.shape[0]]
 
     def drafter_hidden(self, hidden: Hidden) -> Float[Array, "*rows D"]:
@@ -99,8 +100,8 @@ class HybridModel(nn.Module):
         """The kernel takes bfloat16 keys; a float32 model, which is there for comparison, keeps the plain form."""
         return None if self.dtype == jnp.bfloat16 else "reference"
 
-    def _rows(self, count: Array, f: Callable[..., Any], *xs: Array) -> Any:
-        return by_row_group(f, self.row_group, count, *xs)
+    def _rows(self, count: Array, live: int, f: Callable[..., Any], *xs: Array) -> Any:
+        return by_row_group(f, self.row_group, count, *xs, live=live)
 
     def _after_mixer(self, x: Array, mixed: Array, layer: int, few_rows: bool) -> Array:
         x = x + mixed
@@ -188,7 +189,7 @@ class HybridModel(nn.Module):
         valid = (n_rows >= 0) & (n_rows <= K) & (start + n_rows <= state.capacity)
         n_rows = jnp.where(valid, n_rows, 0)
         position = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
-        rows = functools.partial(self._rows, live_rows(n_rows, K))
+        rows = functools.partial(self._rows, live_rows(n_rows, K), B * K)
         table = state.page_table[slots]
         flat = lambda x: pad_rows(x.reshape(B * K), bucket(B * K, self.row_group))  # noqa: E731
 
@@ -306,7 +307,7 @@ class HybridModel(nn.Module):
         """
         B, K = tokens.shape
         self.sow(FED, "hidden", hidden)
-        rows = functools.partial(self._rows, live_rows(n_rows, K))
+        rows = functools.partial(self._rows, live_rows(n_rows, K), B * K)
         R = bucket(B * K, self.row_group)
         flat = lambda x: pad_rows(x.reshape(B * K, *x.shape[2:]), R)  # noqa: E731
         positions = jnp.where(jnp.arange(K) < n_rows[:, None], start[:, None] + jnp.arange(K), 0)
@@ -337,7 +338,8 @@ class HybridModel(nn.Module):
         table, layer = state.page_table[slots], self.config.num_full_layers
         padded = (pad_rows(x, bucket(x.shape[0], self.row_group)) for x in (tokens, hidden, position))
         tokens, hidden, at = padded
-        x, p = self.mtp.enter(self.drafter_norms, self.embed(tokens), hidden, at)
+        with at_most(position.shape[0]):
+            x, p = self.mtp.enter(self.drafter_norms, self.embed(tokens), hidden, at)
         pages = paged_attention.write(state.pages, layer, p.k, p.v, table, position, n_rows, 1)
         hidden = self._mtp_rows(x, p, pages, table, position, n_rows, state.drafter_start[slots])
         return hidden, dataclasses.replace(state, pages=pages)
@@ -349,7 +351,8 @@ class HybridModel(nn.Module):
         B, layer = position.shape[0], self.config.num_full_layers
         x, p = jax.tree.map(lambda y: pad_rows(y, bucket(B, self.row_group)), (x, p))
         out = paged_attention.attend(p.q, pages, layer, table, position, n_rows, 1, first=first, row_group=1)
-        return self.mtp.leave(self.drafter_norms, x, out, p.gate, few_rows=True)[:B]
+        with at_most(B):
+            return self.mtp.leave(self.drafter_norms, x, out, p.gate, few_rows=True)[:B]
 
 
 def call(model: HybridModel, params: Any, *args: Any, method: str, **options: Any) -> Any:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import w4a16
-from pallas_kernels.linear import reference
+from pallas_kernels.linear import reference, triton
 from pallas_kernels.registry import choose
 from pallas_kernels.w4a16 import triton_experts
 from pallas_kernels.w4a16.forms import ByLayer, Packed, SideBySide
 
-IMPLEMENTATIONS = {"reference": reference.linear}
+IMPLEMENTATIONS = {"reference": reference.linear, "triton": triton.linear}
 BY_EXPERT = {"reference": reference.by_expert, "triton": triton_experts.expert_product}
 
 
@@ -38,7 +38,8 @@ def linear(
     if isinstance(weight, Packed):
         rows = x.reshape(-1, x.shape[-1])
         return w4a16.product(rows, weight, layer, implementation=implementation).reshape(*x.shape[:-1], -1)
-    return choose("linear", IMPLEMENTATIONS, implementation, {})(x, _layer(weight, layer), transposed)
+    by_platform = {"gpu": "triton"} if triton.fits(x, weight, layer, transposed) else {}
+    return choose("linear", IMPLEMENTATIONS, implementation, by_platform)(x, weight, layer, transposed)
 
 
 def by_expert(

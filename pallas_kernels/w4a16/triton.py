@@ -2,10 +2,12 @@
 
 A program multiplies all rows by a share of the weight: every program has the same number of (column tile, input block) pairs, tile
 after tile, so that none waits for another at the end. A tile that several programs share has a part from each; parts are added in
-order. What a program does depends on the weight's shape and on the GPU, never on the rows, so a row's bits depend on it alone.
+order. What a program does depends on the weight's shape and on the GPU, never on the rows, so a row's bits depend on it alone:
+where at most eight rows can matter, a product of eight is done in place of one of sixteen, which adds in the same order.
 
-Codes travel as bytes into the layout of the tensor cores' operand and are decoded there: four bytes to four bfloat16 numbers
-128 + code by one mask and two byte permutations, since 128 is where bfloat16 counts in ones.
+The weight is the left side of the tensor cores' product, so that eight rows are its smallest right side. Codes travel as bytes into
+the layout of that operand and are decoded there: four bytes to four bfloat16 numbers 128 + code by one mask and two byte
+permutations, since 128 is where bfloat16 counts in ones.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.instructions import multiply_add
 from pallas_kernels.registry import multiprocessors
+from pallas_kernels.rows import add_in_order, most_live, pad_rows
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 from pallas_kernels.w4a16.reference import e2m1, e4m3, whole_rows
 
-ROWS = 16  # of the tensor cores' smallest product
+ROWS, EIGHT = 16, 8  # the most rows; those of the tensor cores' smallest product, whose left side is the weight
 HALF = BLOCK // 2
 
 
@@ -43,45 +46,45 @@ def product(x: Array, weight: Packed, layer: Any, **tuning: Any) -> Array:
         values = whole_rows(weight, layer, x.dtype)
         return jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # The layer is an operand, and the call a function of its own: traced, lowered and compiled once for all layers.
-    return _product(jnp.full(1, layer, jnp.int32), x, weight, **tuning)
+    live = most_live(x.shape[0])
+    out = _product(jnp.full(1, layer, jnp.int32), x, weight, live, **tuning)
+    return pad_rows(out, x.shape[0])
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "programs", "num_warps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("live", "columns", "programs", "num_warps", "interpret"))
 def _product(
     layer: Array,
     x: Array,
     weight: Packed,
+    live: int,
     *,
-    columns: int = 128,
+    columns: int = 64,
     programs: int = 0,
-    num_warps: int = 0,
+    num_warps: int = 2,
     interpret: bool = False,
 ) -> Array:
-    R, N, blocks = x.shape[0], outputs(weight), weight.codes.shape[-3]
-    x = jnp.pad(x, ((0, ROWS - R), (0, 0)))
+    N, blocks = outputs(weight), weight.codes.shape[-3]
+    rows = ROWS if live > EIGHT else EIGHT
+    x = pad_rows(x, max(rows, x.shape[0]))
     tiles = pl.cdiv(N, columns)
-    if not programs:
-        programs = multiprocessors() * min(max(round(tiles * blocks / multiprocessors() / 10), 3), 6)
-    programs = min(programs, tiles * blocks)
+    # At most some 16 parts of a tile: more would cost their sum what they save.
+    programs = min(programs or 8 * multiprocessors(), 16 * tiles, tiles * blocks)
     parts = _parts(tiles, blocks, programs)
     out = pl.pallas_call(
-        functools.partial(_kernel, adder(weight, interpret), N, columns, tiles, blocks, programs),
+        functools.partial(_kernel, adder(weight, interpret), N, rows, columns, tiles, blocks, programs),
         grid=(programs,),
-        out_shape=jax.ShapeDtypeStruct((parts.max(), ROWS, N), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps or columns // 64, num_stages=3),
+        out_shape=jax.ShapeDtypeStruct((parts.max(), rows, N), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=3),
         interpret=interpret,
         name="w4a16_product",
     )(layer, x, *arrays_of(weight))
-    if len(out) == 1:
-        out = out[0]
-    else:
-        live = np.arange(len(out))[:, None] < np.repeat(parts, columns)[:N]
-        out = jnp.where(live[:, None], out, 0).sum(0)
+    written = np.arange(len(out))[:, None] < np.repeat(parts, columns)[:N]
+    out = add_in_order(out[:, :live], written)
     if isinstance(weight, Nvfp4):
         out = out * (256 * weight.scale[layer[0]])
     if isinstance(weight, Fp8) and weight.scales.shape[-2] == 1:
         out = out * weight.scales[layer[0]]
-    return out[:R]
+    return out
 
 
 def arrays_of(weight: Packed) -> list[Array]:
@@ -100,6 +103,7 @@ def _parts(tiles: int, blocks: int, programs: int) -> np.ndarray:
 def _kernel(
     add: Callable[..., Array],
     N: int,
+    rows: int,
     columns: int,
     tiles: int,
     blocks: int,
@@ -113,21 +117,19 @@ def _kernel(
     start, end = program * total // programs, (program + 1) * total // programs
 
     def tile(t: Array, _: None) -> None:
-        place = pl.ds(t * columns, columns)
-        mask = inside(t, columns, N)
-
+        place, mask = pl.ds(t * columns, columns), inside(t, columns, N)
         load = functools.partial(load_columns, (layer,), place, mask)
 
         def block(b: Array, sums: Array) -> Array:
-            return add(sums, b, load, lambda first, count: x_ref[:, pl.ds(first, count)], *weight_refs)
+            return add(sums, b, load, lambda first, count: x_ref[pl.ds(0, rows), pl.ds(first, count)], *weight_refs)
 
         first, last = jnp.maximum(start - t * blocks, 0), jnp.minimum(end - t * blocks, blocks)
-        sums = jax.lax.fori_loop(first, last, block, jnp.zeros((ROWS, columns), jnp.float32))
+        sums = jax.lax.fori_loop(first, last, block, jnp.zeros((columns, rows), jnp.float32))
         part = program - ((t * blocks + 1) * programs - 1) // total
         if mask is None:
-            out_ref[part, :, place] = sums
+            out_ref[part, :, place] = sums.T
         else:
-            plgpu.store(out_ref.at[part, :, place], sums, mask=jnp.broadcast_to(mask[None], sums.shape))
+            plgpu.store(out_ref.at[part, :, place], sums.T, mask=jnp.broadcast_to(mask[None], (rows, columns)))
 
     jax.lax.fori_loop(start // blocks, (end + blocks - 1) // blocks, tile, None)
 
@@ -152,7 +154,7 @@ def load_columns(
 
 
 def adder(weight: Packed, interpret: bool) -> Callable[..., Array]:
-    """What adds a block of inputs, times its columns, to the sums [16, columns] so far."""
+    """What adds a block of inputs, times its columns, to the sums so far."""
     match weight:
         case Int4():
             return functools.partial(_add_int4, weight.group, interpret)
@@ -184,13 +186,13 @@ def _add_int4(
                 shift = load(zeros[0], g).astype(jnp.bfloat16)[:, None] + jnp.bfloat16(128)
             else:
                 shift = jnp.bfloat16(136)
-            partial = _dot(x, b * BLOCK + high * HALF + i * bytes_, _counted(part, high, interpret) - shift)
+            partial = dot(x, b * BLOCK + high * HALF + i * bytes_, _counted(part, high, interpret) - shift)
             if group == BLOCK:
                 halves.append(partial)
             else:
-                sums = multiply_add(partial, load(scales, g).astype(jnp.float32)[None], sums, interpret)
+                sums = multiply_add(partial, load(scales, g).astype(jnp.float32)[:, None], sums, interpret)
     if group == BLOCK:
-        sums = multiply_add(halves[0] + halves[1], load(scales, b).astype(jnp.float32)[None], sums, interpret)
+        sums = multiply_add(halves[0] + halves[1], load(scales, b).astype(jnp.float32)[:, None], sums, interpret)
     return sums
 
 
@@ -201,25 +203,22 @@ def _add_nvfp4(
     loaded = load(codes, b, pl.ds(0, HALF))
     for high in (False, True):
         values = _e2m1(loaded, high, interpret)
-        four = e4m3(load(scales, pl.ds(b * (BLOCK // 16) + 4 * high, 4)), jnp.float32).T
-        four = (four * (1.0 if interpret else 2.0**118)).astype(jnp.bfloat16)[:, :, None]
+        four = _block_scales(load(scales, pl.ds(b * (BLOCK // 16) + 4 * high, 4)).T, interpret)[:, :, None]
         wide = jnp.broadcast_to(four, (values.shape[0], 4, 16)).reshape(values.shape)
-        sums = sums + _dot(x, b * BLOCK + high * HALF, values * wide)
+        sums = sums + dot(x, b * BLOCK + high * HALF, values * wide)
     return sums
 
 
 def _add_fp8(
     by_block: bool, interpret: bool, sums: Array, b: Array, load: Any, x: Callable[..., Array], codes: Any, scales: Any
 ) -> Array:
-    partial = _dot(x, b * BLOCK, _e4m3(load(codes, b, pl.ds(0, BLOCK)), interpret))
-    if by_block:
-        return multiply_add(partial, load(scales, b)[None], sums, interpret)
-    return sums + partial
+    partial = dot(x, b * BLOCK, _e4m3(load(codes, b, pl.ds(0, BLOCK)), interpret))
+    return multiply_add(partial, load(scales, b)[:, None], sums, interpret) if by_block else sums + partial
 
 
-def _dot(x: Callable[..., Array], first: Array, values: Array) -> Array:
-    """Rows' inputs from `first` on, as many as `values` [columns, inputs] has -> float32 [16, columns]."""
-    return plgpu.dot(x(first, values.shape[1]), values.T)
+def dot(x: Callable[..., Array], first: Array, values: Array) -> Array:
+    """`values` [columns, inputs] times the rows' inputs from `first` on -> float32 [columns, rows]."""
+    return plgpu.dot(values, x(first, values.shape[1]).T)
 
 
 def _counted(codes: Array, high: bool, interpret: bool) -> Array:
@@ -247,6 +246,15 @@ def _e2m1(codes: Array, high: bool, interpret: bool) -> Array:
         prmt.b32 b, c, none, 0x4342; mul.lo.u32 b, b, 0x1040; and.b32 $1, b, 0x81c081c0; }}""",
         codes,
     )
+
+
+def _block_scales(bits: Array, interpret: bool) -> Array:
+    """Positive E4M3 numbers in bfloat16, 2^118 of them for what `_e2m1` leaves: their bits moved to where bfloat16 has them are
+    2^-120 of the number, and the rest of the way is more than one factor can go."""
+    if interpret:
+        return e4m3(bits, jnp.bfloat16)
+    moved = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16) << 4, jnp.bfloat16)
+    return moved * jnp.bfloat16(2.0**119) * jnp.bfloat16(2.0**119)
 
 
 def _e4m3(codes: Array, interpret: bool) -> Array:

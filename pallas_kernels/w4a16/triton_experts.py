@@ -17,9 +17,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.rows import most_live, pad_rows
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
-from pallas_kernels.w4a16.triton import ROWS, adder, arrays_of, inside, load_columns
+from pallas_kernels.w4a16.triton import EIGHT, ROWS, adder, arrays_of, dot, inside, load_columns
 
 
 def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any, **tuning: Any) -> Array:
@@ -29,7 +30,9 @@ def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any,
         weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
     inputs = weight.shape[-2] if isinstance(weight, jax.Array) else padded(x.shape[-1])
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, inputs - x.shape[-1])])
-    return _product(jnp.full(1, layer, jnp.int32), x, weight, experts, **tuning)
+    live = most_live(x.shape[0])
+    out = _product(jnp.full(1, layer, jnp.int32), x, weight, experts[:live], **tuning)
+    return pad_rows(out, x.shape[0])
 
 
 def fits(x: Array, weight: Packed | Array) -> bool:
@@ -54,8 +57,9 @@ def _product(
     N = weight.shape[-1] if plain else outputs(weight)
     blocks = x.shape[-1] // BLOCK
     tuples = x.ndim == 3
-    x = jnp.pad(x, [(0, ROWS - R if not tuples else 0)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, x.shape[-1])
-    wide = jnp.full((ROWS, pl.next_power_of_2(k)), -1, jnp.int32).at[:R, :k].set(experts)
+    rows = ROWS if R > EIGHT else EIGHT
+    x = x.reshape(-1, x.shape[-1]) if tuples else pad_rows(x, max(rows, x.shape[0]))
+    wide = jnp.full((rows, pl.next_power_of_2(k)), -1, jnp.int32).at[:R, :k].set(experts)
     add = _add_plain if plain else adder(weight, interpret)
     arrays = [weight] if plain else arrays_of(weight)
     out = pl.pallas_call(
@@ -90,9 +94,10 @@ def _kernel(
     *weight_refs, out_ref = refs
     pair, tile = pl.program_id(0), pl.program_id(1)
     expert = experts_ref[pair // k, pair % k]
+    rows = experts_ref.shape[0]
     chosen = experts_ref[...] == expert
-    numbers = jnp.arange(ROWS)[:, None] * k + jnp.arange(experts_ref.shape[1])[None]
-    first = jnp.min(jnp.where(chosen, numbers, ROWS * k))
+    numbers = jnp.arange(rows)[:, None] * k + jnp.arange(experts_ref.shape[1])[None]
+    first = jnp.min(jnp.where(chosen, numbers, rows * k))
 
     @pl.when(first == pair)
     def _() -> None:
@@ -102,14 +107,14 @@ def _kernel(
         load = functools.partial(load_columns, (layer_ref[0], expert), place, mask)
 
         def read(start: Array, count: int) -> Array:
-            return x_ref[theirs, pl.ds(start, count)] if tuples else x_ref[:, pl.ds(start, count)]
+            return x_ref[theirs if tuples else pl.ds(0, rows), pl.ds(start, count)]
 
         def block(b: Array, sums: Array) -> Array:
             return add(sums, b, load, read, *weight_refs)
 
-        sums = jax.lax.fori_loop(0, blocks, block, jnp.zeros((ROWS, columns), jnp.float32))
-        out_ref[jnp.where(pairs < 0, out_ref.shape[0] - 1, pairs), place] = sums
+        sums = jax.lax.fori_loop(0, blocks, block, jnp.zeros((columns, rows), jnp.float32))
+        out_ref[jnp.where(pairs < 0, out_ref.shape[0] - 1, pairs), place] = sums.T
 
 
 def _add_plain(sums: Array, b: Array, load: Any, x: Callable[..., Array], weight: Any) -> Array:
-    return sums + plgpu.dot(x(b * BLOCK, BLOCK), load(weight, pl.ds(b * BLOCK, BLOCK)))
+    return sums + dot(x, b * BLOCK, load(weight, pl.ds(b * BLOCK, BLOCK)).T)
