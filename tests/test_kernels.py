@@ -135,6 +135,19 @@ def test_the_fold_alone_equals_that_of_a_step():
     same(step(args, 1)[1].h[1, slots], folded)
 
 
+def test_how_wide_a_program_is_changes_no_bit():
+    """With == on a GPU. It depends on the number of sequences, and a sequence must not notice its neighbours."""
+    same = (
+        np.testing.assert_array_equal if on_gpu else functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    )
+    shape, K = gated.Shape(1, 3, 128, 128, layers=2) if on_gpu else gated.SMALL["small-3"], 5
+    args = gated.step_arrays(shape, K, base=[6, 3], pending=[5, 3], n_rows=[5, 4], layer=1, max_rows=5, garbage=True)
+    narrow, wide = (jax.tree.map(np.asarray, step(args, K, columns=columns)) for columns in (32, 64))
+    same(narrow[0], wide[0])
+    for name, x, y in zip(Recurrent._fields, narrow[1], wide[1], strict=True):
+        same(x[1, 1:3].astype(np.float32), y[1, 1:3].astype(np.float32), err_msg=name)
+
+
 # ---- the gated delta rule's prefill ------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from pallas_kernels.w4a16.reference import by_pair, grouped
 __all__ = ["by_expert", "grouped", "linear"]
 
 
-def linear(x: Array, weight: Array, layer: int | None, transposed: bool) -> Array:
+def linear(x: Array, weight: Array, layer: Array | int | None, transposed: bool) -> Array:
     weight = weight if layer is None else weight[layer]
     contract = (((x.ndim - 1,), (1 if transposed else 0,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, precision=matrix_precision(x), preferred_element_type=jnp.float32)
