@@ -29,7 +29,7 @@ from atlas_jax.errors import ConfigError, RequestError
 from atlas_jax.metrics import Acceptance, AcceptanceLog
 from atlas_jax.models.draft_head import with_draft_head
 from atlas_jax.session import Session
-from atlas_jax.settings import enable_compilation_cache
+from atlas_jax.settings import enable_compilation_cache, row_group_on_gpu
 from atlas_jax.text.chat import render_chat
 from atlas_jax.text.tokenizer import Tokenizer, load_tokenizer
 from atlas_jax.weights.presets import resolve
@@ -63,7 +63,8 @@ def load(
         max_length: tokens of a sequence, prompt and answer; by default 4096 or the model's limit.
         slots: sequences decoded together.
         max_drafts: the longest draft that a request may ask for.
-        row_group: see `RunConfig`; by default 1 on a CPU, where a padded row costs as much as a real one, 16 on a GPU.
+        row_group: see `RunConfig`; by default 1 on a CPU, where a padded row costs as much as a real one, on a GPU as many as
+            all slots can have, within 16 … 64.
         mtp_hidden: "pre_norm" feeds the drafter the target's hidden before the final norm, for comparison.
         seed: of random weights.
         weights: how random weights are quantised: "int4", "int4-g32", "nvfp4", "fp8", "fp8-blocks", "int4+head", … (None: not
@@ -86,7 +87,9 @@ def load(
     source = resolve(os.fspath(name_or_path))
     config = dataclasses.replace(source.config, mtp_hidden=mtp_hidden) if mtp_hidden else source.config
     on_gpu = jax.default_backend() == "gpu"
-    defaults: dict[str, Any] = dict(row_group=16, layout="stacked") if on_gpu else dict(row_group=1, layout="layers")
+    defaults: dict[str, Any] = dict(row_group=1, layout="layers")
+    if on_gpu:
+        defaults = dict(row_group=row_group_on_gpu(slots * (max_drafts + 1)), layout="stacked")
     if row_group is not None:
         defaults["row_group"] = row_group
     settings = RunConfig(

@@ -62,3 +62,10 @@ def compiler_options(row_group: int) -> dict[str, str | int | bool]:
         return dict(GPU_OPTIONS)
     alone = row_group == 1 and jax.default_backend() == "cpu"
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if alone else {}
+
+
+def row_group_on_gpu(rows: int) -> int:
+    """The row group (`RunConfig.row_group`) for dispatches of up to `rows` rows. A group reads every weight, so one for all is
+    best, as long as the tensor cores are done with it in the time that reading takes; single streams, whose few rows pad it,
+    have a small one."""
+    return min(max(1 << (rows - 1).bit_length(), 16), 64)

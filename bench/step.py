@@ -27,7 +27,7 @@ from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.mtp import MtpChain
 from atlas_jax.decode.state import RUNNING, init_decode
 from atlas_jax.models import HybridModel, call
-from atlas_jax.settings import compiler_options
+from atlas_jax.settings import compiler_options, row_group_on_gpu
 from atlas_jax.verify_cost import RandomRows, moved_bytes
 from atlas_jax.weights.presets import parameter_shapes, random_params, resolve
 from pallas_kernels.timing import copy_bandwidth
@@ -44,7 +44,7 @@ class Shape:
             dtype="bfloat16",
             max_length=2 * context,
             max_drafts=max_drafts,
-            row_group=16 if max_drafts < 16 else 32,
+            row_group=row_group_on_gpu(max_drafts + 1),
             layout="stacked",
         )
         self.model = HybridModel(self.config, jnp.dtype("bfloat16"), "stacked", self.run.row_group)

@@ -65,10 +65,11 @@ QUANTISED = [
 ]
 
 
+@pytest.mark.parametrize("row_group", [16, 64])
 @pytest.mark.parametrize(("family", "weights"), QUANTISED)
-def test_quantised_rows_together_equal_rows_alone(family, weights):
-    """Kernels leave out the rows that pad a bucket, and take other instructions for eight rows than for sixteen."""
-    s = steps(family, "bfloat16", weights)
+def test_quantised_rows_together_equal_rows_alone(family, weights, row_group):
+    """Kernels leave out the rows that pad a bucket, and take as many instructions as there can be rows."""
+    s = steps(family, "bfloat16", weights, row_group=row_group)
     logits, state = s.feed(s.init(), 1, TOKENS[:51])
     expected = s.snapshot(state, jnp.int32(1))
     for K in (2, 4, 8, 9, 16):
@@ -76,15 +77,18 @@ def test_quantised_rows_together_equal_rows_alone(family, weights):
         np.testing.assert_array_equal(got, logits)
         assert_same(without_drafter(s.snapshot(state, jnp.int32(2))), without_drafter(expected))
     rows = np.stack([TOKENS[:4]] * 4)
-    got, _, _ = s.verify(s.init(), [1, 2, 3, 4], rows, [4, 0, 2, 3])  # sixteen rows, four sequences
+    got, _, _ = s.verify(s.init(), [1, 2, 3, 4], rows, [4, 0, 2, 3])
     for b, n in enumerate((4, 0, 2, 3)):
+        np.testing.assert_array_equal(np.asarray(got)[b, :n], logits[:n])
+    got, _, _ = s.verify(s.init(), [1, 2, 3, 4], np.stack([TOKENS[:16]] * 4), [16, 9, 16, 1])  # 64 rows
+    for b, n in enumerate((16, 9, 16, 1)):
         np.testing.assert_array_equal(np.asarray(got)[b, :n], logits[:n])
 
 
 def test_a_product_does_not_know_a_rows_place():
     """What row groups rest on, and a new compiler might break: equal bits wherever a row stands, whatever is beside it."""
     rng = np.random.default_rng(0)
-    for group in (4, 8, 16):
+    for group in (4, 8, 16, 64):
         for D, N in ((64, 97), (256, 1024)):
             x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((group, D), (D, N)))
             product = jax.jit(linear)

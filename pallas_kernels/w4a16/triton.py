@@ -1,9 +1,9 @@
-"""Products of up to 16 rows with packed weights as one Pallas-Triton kernel (and a sum, where inputs are split).
+"""Products of up to 64 rows with packed weights as one Pallas-Triton kernel (and a sum, where inputs are split).
 
 A program multiplies all rows by a share of the weight: every program has the same number of (column tile, input block) pairs, tile
 after tile, so that none waits for another at the end. A tile that several programs share has a part from each; parts are added in
 order. What a program does depends on the weight's shape and on the GPU, never on the rows, so a row's bits depend on it alone:
-where at most eight rows can matter, a product of eight is done in place of one of sixteen, which adds in the same order.
+where at most eight rows can matter, a product of eight is done in place of one of sixteen or more, which adds in the same order.
 
 The weight is the left side of the tensor cores' product, so that eight rows are its smallest right side. Codes travel as bytes into
 the layout of that operand and are decoded there: four bytes to four bfloat16 numbers 128 + code by one mask and two byte
@@ -30,19 +30,19 @@ from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 from pallas_kernels.w4a16.reference import e2m1, e4m3, whole_rows
 
-ROWS, EIGHT = 16, 8  # the most rows; those of the tensor cores' smallest product, whose left side is the weight
+ROWS = (8, 16, 32, 64)  # of a product; the first is the tensor cores' smallest, whose left side is the weight
 HALF = BLOCK // 2
 
 
 def product(x: Array, weight: Packed, layer: Any, **tuning: Any) -> Array:
-    """x [R, K] in bfloat16 -> float32 [R, N]. Up to 16 rows run in the kernel; more are bound by the matrix units, which the
+    """x [R, K] in bfloat16 -> float32 [R, N]. Up to 64 rows run in the kernel; more are bound by the matrix units, which the
     library feeds best from a decoded weight."""
     if layer is None:
         weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
     if isinstance(weight, Int4) and weight.order is not None:
         x = x[:, weight.order[layer]]
     x = jnp.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1])))
-    if x.shape[0] > ROWS:
+    if x.shape[0] > ROWS[-1]:
         values = whole_rows(weight, layer, x.dtype)
         return jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # The layer is an operand, and the call a function of its own: traced, lowered and compiled once for all layers.
@@ -64,7 +64,7 @@ def _product(
     interpret: bool = False,
 ) -> Array:
     N, blocks = outputs(weight), weight.codes.shape[-3]
-    rows = ROWS if live > EIGHT else EIGHT
+    rows = padded_rows(live)
     x = pad_rows(x, max(rows, x.shape[0]))
     tiles = pl.cdiv(N, columns)
     # At most some 16 parts of a tile: more would cost their sum what they save.
@@ -85,6 +85,11 @@ def _product(
     if isinstance(weight, Fp8) and weight.scales.shape[-2] == 1:
         out = out * weight.scales[layer[0]]
     return out
+
+
+def padded_rows(live: int) -> int:
+    """Of a product with `live` rows."""
+    return next(n for n in ROWS if n >= live)
 
 
 def arrays_of(weight: Packed) -> list[Array]:

@@ -1,4 +1,4 @@
-"""Products of up to 16 rows with the experts that each row chose, as one Pallas-Triton kernel.
+"""Products of up to 64 rows with the experts that each row chose, as one Pallas-Triton kernel.
 
 A program takes a tile of an expert's columns and multiplies all rows that chose the expert at once, so that an expert is read once
 however many rows share it. There is a program for each pair of a row and an expert, and all but the first of an expert end at
@@ -20,11 +20,11 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.rows import most_live, pad_rows
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
-from pallas_kernels.w4a16.triton import EIGHT, ROWS, adder, arrays_of, dot, inside, load_columns
+from pallas_kernels.w4a16.triton import ROWS, adder, arrays_of, dot, inside, load_columns, padded_rows
 
 
 def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any, **tuning: Any) -> Array:
-    """x [R, K], or [R, k, K] for inputs of each choice, in bfloat16, up to 16 rows; experts [R, k], different ones in a row
+    """x [R, K], or [R, k, K] for inputs of each choice, in bfloat16, up to 64 rows; experts [R, k], different ones in a row
     -> float32 [R, k, N]. A plain weight is [L, E, K, N]."""
     if layer is None:
         weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
@@ -38,7 +38,7 @@ def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any,
 def fits(x: Array, weight: Packed | Array) -> bool:
     """Whether the kernel can do it."""
     whole = weight.shape[-2] % BLOCK == 0 if isinstance(weight, jax.Array) else getattr(weight, "order", None) is None
-    return x.shape[0] <= ROWS and x.dtype == jnp.bfloat16 and whole
+    return x.shape[0] <= ROWS[-1] and x.dtype == jnp.bfloat16 and whole
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "num_warps", "interpret"))
@@ -57,7 +57,7 @@ def _product(
     N = weight.shape[-1] if plain else outputs(weight)
     blocks = x.shape[-1] // BLOCK
     tuples = x.ndim == 3
-    rows = ROWS if R > EIGHT else EIGHT
+    rows = padded_rows(R)
     x = x.reshape(-1, x.shape[-1]) if tuples else pad_rows(x, max(rows, x.shape[0]))
     wide = jnp.full((rows, pl.next_power_of_2(k)), -1, jnp.int32).at[:R, :k].set(experts)
     add = _add_plain if plain else adder(weight, interpret)
