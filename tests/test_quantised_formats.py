@@ -117,6 +117,41 @@ def test_layers_of_several_forms(tmp_path):
     assert isinstance(got["linear_attention"]["out_proj"], jax.Array)
 
 
+@pytest.mark.parametrize("layout", ["layers", "stacked"])
+def test_projections_of_several_schemes_side_by_side(tmp_path, layout):
+    """One weight in memory, whose parts the checkpoint quantised in three ways: groups of two sizes, and FP8."""
+    rng = np.random.default_rng(0)
+    kinds = {
+        "q": ("ct int4 g32", "q_proj"),
+        "k": ("ct int4 g64 asymmetric", "k_proj"),
+        "v": ("ct fp8 channel", "v_proj"),
+    }
+    groups = {}
+    tensors = random_tensors(CONFIG, False)
+    values = dict(tensors)
+    for name, (kind, projection) in kinds.items():
+        about, encode = FORMATS[kind]
+        groups[name] = about["config_groups"]["group_0"] | {
+            "targets": [f"re:.*{projection}$"],
+            "format": about["format"],
+        }
+        for module in [x.removesuffix(".weight") for x in tensors if x.endswith(f"{projection}.weight")]:
+            if not module.startswith("mtp."):
+                stored, values[f"{module}.weight"] = encode(rng, *tensors.pop(f"{module}.weight").shape)
+                tensors |= {f"{module}.{key}": x for key, x in stored.items()}
+    about = ct("mixed-precision") | {"config_groups": groups}
+    got = load(write(tmp_path, tensors), about, layout)
+    values = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in values.items()}
+    want = load(write(tmp_path / "plain", values), None, layout)
+    pair = got["attention"]["in_proj"], want["attention"]["in_proj"]
+    weight, expected = (x if layout == "stacked" else x[0] for x in pair)
+    assert isinstance(weight, SideBySide) and len(weight.parts) == 3
+    layer = 0 if layout == "stacked" else None
+    np.testing.assert_allclose(
+        plain(weight, expected.shape[-2], layer), expected if layer is None else expected[0], rtol=3e-7
+    )
+
+
 def test_what_does_not_belong_is_listed_and_scales_of_activations_are_not_needed(tmp_path):
     about, encode = FORMATS["fp8 tensor"]
     tensors, _ = quantised(encode)
