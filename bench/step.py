@@ -1,7 +1,7 @@
 """The whole step of a published shape with random weights made on the device, beside the floor: bytes over copy bandwidth.
 
-    python bench/step.py [--shape qwen3.5-27b] [--weights int4|int4+head|nvfp4|…] [--rows K …] [--context N] [--drafts D]
-                         [--prefill CHUNK …]
+    python bench/step.py [--shape qwen3.5-27b] [--weights int4|int4+head|nvfp4|…] [--draft-head int4] [--mtp-only]
+                         [--rows K …] [--context N] [--drafts D] [--prefill CHUNK …]
 
 Prints, for one sequence: the compile time and the memory of each executable; a verify of K rows whose drafts are random, without
 the head; a cycle of D drafts by the MTP head; and the time to the first token of a long prompt, with and without the drafter's
@@ -15,7 +15,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.mtp import MtpChain
 from atlas_jax.decode.state import RUNNING, init_decode
 from atlas_jax.models import HybridModel, call
+from atlas_jax.models.draft_head import with_draft_head
 from atlas_jax.settings import compiler_options, row_group_on_gpu
 from atlas_jax.verify_cost import RandomRows, moved_bytes
 from atlas_jax.weights.presets import parameter_shapes, random_params, resolve
@@ -36,7 +37,15 @@ from pallas_kernels.timing import copy_bandwidth
 class Shape:
     """A shape, its weights and a state whose one slot stands at `context` tokens."""
 
-    def __init__(self, name: str, weights: str | None, mtp: bool, context: int, max_drafts: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        weights: str | None,
+        mtp: bool,
+        context: int,
+        max_drafts: int,
+        draft_head: Literal["exact", "int4"] = "exact",
+    ) -> None:
         self.config = resolve(f"shape:{name}").config
         if not mtp:
             self.config = dataclasses.replace(self.config, mtp_num_hidden_layers=0)
@@ -46,6 +55,7 @@ class Shape:
             max_drafts=max_drafts,
             row_group=row_group_on_gpu(max_drafts + 1),
             layout="stacked",
+            draft_head=draft_head if mtp else "exact",
         )
         self.model = HybridModel(self.config, jnp.dtype("bfloat16"), "stacked", self.run.row_group)
         if weights is None:
@@ -54,6 +64,7 @@ class Shape:
             self.params = jax.tree.unflatten(tree, [noise(i, x) for i, x in enumerate(leaves)])
         else:
             self.params = random_params(self.config, dtype="bfloat16", layout="stacked", weights=weights)
+        self.params = with_draft_head(self.config, self.run, self.params)
         self.slots = jnp.asarray([1], jnp.int32)
         self.state = standing(init_decode(self.config, self.run), context)
 
@@ -130,6 +141,8 @@ def main() -> None:
     parser.add_argument(
         "--weights", default="bf16", help="bf16, int4, int4-g32, nvfp4, fp8, fp8-blocks; with +head, the head too"
     )
+    parser.add_argument("--draft-head", choices=("exact", "int4"), default="exact", help="that drafts are chosen with")
+    parser.add_argument("--mtp-only", action="store_true", help="leave out the verifies without the MTP head")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 9])
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--drafts", type=int, default=3)
@@ -139,10 +152,11 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     prefill: dict[tuple[bool, int], float] = {}
-    for mtp in (False, True):
+    for mtp in (True,) if args.mtp_only else (False, True):
         began = time.perf_counter()
         weights = None if args.weights == "bf16" else args.weights
-        shape = Shape(args.shape, weights, mtp, args.context, max(*args.rows, args.drafts + 1, 2) - 1)
+        most = max(*args.rows, args.drafts + 1, 2) - 1
+        shape = Shape(args.shape, weights, mtp, args.context, most, args.draft_head)
         jax.block_until_ready(shape.params)
         size = sum(x.nbytes for x in jax.tree.leaves(shape.params))
         count = len(jax.tree.leaves((shape.params, shape.state))) + 2
@@ -172,7 +186,7 @@ def main() -> None:
             prefill[mtp, chunk] = shape.prefill_ms(args.prompt, chunk)
             print(f"prefill of {args.prompt} tokens in chunks of {chunk}: {prefill[mtp, chunk]:.0f} ms", flush=True)
         del shape, made
-    for chunk in args.prefill:
+    for chunk in () if args.mtp_only else args.prefill:
         print(
             f"the drafter's rows add {100 * (prefill[True, chunk] / prefill[False, chunk] - 1):.1f} % at chunks of {chunk}"
         )
