@@ -180,6 +180,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--repeat", type=int, default=2, help="repetitions that count, after a short one that does not")
     parser.add_argument("--dispatch-ms", type=float, default=25.0, help="about how long a dispatch may take")
+    parser.add_argument("--row-group", type=int, help="see RunConfig; by default 1 on a CPU, 16 on a GPU")
     parser.add_argument("--json", metavar="FILE", help="where to keep the figures")
     args = parser.parse_args()
     args.streams = sorted({int(n) for n in args.streams.split(",")})
@@ -198,6 +199,7 @@ def main() -> int:
         max_length=args.prompt + args.tokens,
         max_drafts=most or 3,
         prefix_cache=False,
+        row_group=args.row_group,
     )
     jax.block_until_ready(runtime.params)
     told("loaded")

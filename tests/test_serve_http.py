@@ -353,6 +353,12 @@ def test_what_has_no_effect_is_named(client):
         model=MODEL, messages=HELLO, tools=TOOLS, user="me", store=True, metadata={"a": "b"}, service_tier="auto"
     )
     assert got.headers["x-atlas-ignored"] == "metadata, service_tier, store, user, tools[0].function.strict"
+    schema: Any = {"name": "x", "description": "A place.", "schema": {"type": "object"}}
+    got = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=HELLO, response_format={"type": "json_schema", "json_schema": schema}, stream=True,
+        stream_options={"include_obfuscation": True})  # fmt: skip
+    told = "stream_options.include_obfuscation, response_format.json_schema.description"
+    assert got.headers["x-atlas-ignored"] == told
     assert (
         "x-atlas-ignored" not in client.chat.completions.with_raw_response.create(model=MODEL, messages=HELLO).headers
     )

@@ -47,7 +47,11 @@ async def chat_completions(request: Request) -> Response | EventStream:
     answers = await submit_all(backend, plan.requests)
     head = dict(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=backend.config.name)
     strict = [f"tools[{i}].function.strict" for i, tool in enumerate(body.tools or []) if tool.function.strict]
-    headers = ignored(body, [] if plan.strict else strict)
+    described = (
+        body.response_format and body.response_format.json_schema and body.response_format.json_schema.description
+    )
+    told = ["response_format.json_schema.description"] if described else []
+    headers = ignored(body, told + ([] if plan.strict else strict))
     if body.stream:
         return EventStream(_streamed(plan, answers, body, head), backend, headers, answers)
     with closing(answers):

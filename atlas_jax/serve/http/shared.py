@@ -33,5 +33,8 @@ def check_common(backend: Backend, body: Request) -> int:
 
 def ignored(body: Request, more: Sequence[str] = ()) -> dict[str, str]:
     """The response header that names what was accepted without effect."""
-    names = [name for name in INERT if getattr(body, name, None) not in (None, False)] + list(more)[:16]
+    names = [name for name in INERT if getattr(body, name, None) not in (None, False)]
+    if body.stream_options and body.stream_options.include_obfuscation:
+        names.append("stream_options.include_obfuscation")
+    names += list(more)[:16]
     return {"x-atlas-ignored": ", ".join(names)} if names else {}
