@@ -181,6 +181,9 @@ class RunConfig:
         kv_pages: pages for running sequences; None for as many as all slots can fill. With fewer, more slots fit into the memory,
             and a sequence is admitted once there are pages for its prompt and the longest answer that it asks for.
         prefill_chunk: tokens of a prefill chunk; chunks end at multiples of it.
+        pack_prompts: chunks of several waiting prompts are computed in one dispatch, as many as fit. A chunk then takes a dispatch
+            of so many rows by itself too, since a row's bits depend on their number. None: on a GPU, where rows that pad a
+            dispatch cost little, if there are several slots.
         rounds_per_dispatch: draft-verify-accept-commit rounds that one dispatch runs.
         prefix_cache: keeps what prefill wrote, so that a prompt which begins like an earlier one goes on from there.
         page_cache_bytes: KV pages kept on the device beyond those that live sequences need; None for three longest sequences a
@@ -212,6 +215,7 @@ class RunConfig:
     page_size: int = 256
     kv_pages: int | None = None
     prefill_chunk: int = 256
+    pack_prompts: bool | None = None
     rounds_per_dispatch: int = 8
     prefix_cache: bool = True
     page_cache_bytes: int | None = None
@@ -242,6 +246,8 @@ class RunConfig:
         for name in ("prefix_cache", "refeed"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.pack_prompts, bool | None):
+            raise ConfigError(f"pack_prompts must be None, True or False, got {self.pack_prompts!r}")
         for name in ("page_cache_bytes", "snapshot_bytes", "host_snapshot_bytes"):
             if getattr(self, name) is not None:
                 at_least(0, name, getattr(self, name))

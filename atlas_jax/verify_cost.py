@@ -97,9 +97,8 @@ class _Timer:
         self.slots[:batch] = 1 + np.arange(batch)
         requests = [Request(prompt, params) for prompt in prompts]
         self._lives = [self.loop.admit(request, RandomRows(), lambda *_: None) for request in requests]
-        for live in self._lives:
-            while not self.loop.prefill(live):
-                pass
+        while left := [live for live in self._lives if not live.started]:
+            self.loop.prefill(self.loop.together(left))
         self.state = self.loop.state
         self._start = jax.device_get((self.state.target.length, self.state.remaining, self.state.feed_count))
 

@@ -93,7 +93,8 @@ class Shape:
         """A prompt of `tokens` in chunks, from an empty slot, and the logits of its last token."""
 
         def prefill(params, target, ids):
-            hidden, _, target = call(self.model, params, target, jnp.int32(1), ids, jnp.int32(chunk), method="prefill")
+            one, begin, n = (jnp.full(1, x, jnp.int32) for x in (1, 0, chunk))
+            hidden, _, target = call(self.model, params, target, one, ids, begin, n, method="prefill")
             return call(self.model, params, hidden[-1:], method="draft_logits").argmax(), target
 
         ids = jnp.asarray(np.random.default_rng(0).integers(0, self.config.vocab_size, chunk), jnp.int32)

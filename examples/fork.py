@@ -26,7 +26,8 @@ commit = jax.jit(states.commit, donate_argnums=0)
 state = states.init(runtime.config, runtime.run)
 prompt = runtime.encode(PROMPT)
 padded = np.pad(prompt, (0, 64 - prompt.size))
-_, _, state = prefill(params, state, jnp.int32(1), jnp.asarray(padded), jnp.int32(prompt.size))
+# One sequence, in slot 1, whose rows begin with the first block of the batch.
+_, _, state = prefill(params, state, jnp.array([1]), jnp.asarray(padded), jnp.array([0]), jnp.array([prompt.size]))
 state = states.fork(state, jnp.int32(1), jnp.int32(2))
 
 slots, one = jnp.array([1, 2]), jnp.array([1, 1])

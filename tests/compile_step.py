@@ -40,6 +40,17 @@ def compile_round(
     return compile_for(target, function, params, state, slots, count, donate=(1,), compiler_options=chosen)
 
 
+def compile_prefill(target: str, config: ModelConfig, run: RunConfig, T: int, sequences: int) -> Compiled:
+    """`Executables.prefill`, of shapes alone."""
+    model = HybridModel(config, dtype=jnp.dtype(run.dtype), layout=run.layout, row_group=run.row_group)
+    function = functools.partial(model.apply, method="prefill")
+    params = parameter_shapes(config, dtype=run.dtype, layout=run.layout)
+    state = jax.eval_shape(lambda: init_decode(config, run).target)
+    each, tokens = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (sequences, T))
+    chosen = functools.partial(compiler_options, run.row_group)
+    return compile_for(target, function, params, state, each, tokens, each, each, donate=(1,), compiler_options=chosen)
+
+
 def failures(compiled: Compiled) -> list[str]:
     found = []
     for check in (assert_one_command_buffer, assert_in_place, assert_fits):

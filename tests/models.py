@@ -116,7 +116,10 @@ class Steps:
         return self._verify(self.params, state, _int(slots), _int(tokens), _int(n_rows))
 
     def prefill(self, state: Any, slot: int, tokens: Any, n: int) -> Any:
-        return self._prefill(self.params, state, _int(slot), _int(tokens), _int(n))
+        return self.ragged(state, [slot], tokens, [0], [n])
+
+    def ragged(self, state: Any, slots: Any, tokens: Any, begin: Any, n: Any) -> Any:
+        return self._prefill(self.params, state, _int(slots), _int(tokens), _int(begin), _int(n))
 
     def draft(self, state: Any, slots: Any, tokens: Any, hidden: Any, start: Any, n_rows: Any) -> Any:
         return self._draft(self.params, state, _int(slots), _int(tokens), hidden, _int(start), _int(n_rows))

@@ -20,6 +20,7 @@ from pallas_kernels.gated_delta import triton_prefill
 from pallas_kernels.gated_delta.forms import Journal
 from pallas_kernels.paged_attention import arg_specs as paged
 from pallas_kernels.paged_attention import triton as attention_kernel
+from pallas_kernels.paged_attention import triton_prefill as attention_prefill
 from pallas_kernels.registry import GPU_OPTIONS
 from pallas_kernels.rows import by_row_group
 
@@ -35,6 +36,7 @@ def cases(*quick: tuple, every: tuple = ()):
     return pytest.mark.parametrize(("target", "name", "K"), [*quick, *rest])
 
 
+SEQUENCES = 4  # of a ragged batch
 PREFILLS = tuple((target, name, 2048) for target in ("h200", "gb10") for name in ("27b", "35b-a3b"))
 
 
@@ -50,12 +52,23 @@ def attend(K, q, pages, *rest):
     return attention_kernel.attend(q, pages, 1, *rest, K, first=0, row_group=16)
 
 
+def chunk(shape: paged.Shape, T: int, context: int = 8192, **options: Any) -> tuple[Any, ...]:
+    """What the attention of a ragged batch takes, but for the layer."""
+    _, pages, table, number, _ = paged.attend_specs(shape, SEQUENCES, 1, context, **options)
+    return jax.ShapeDtypeStruct((T, shape.H, shape.Dh), jnp.bfloat16), pages, table, *[number] * 3
+
+
 def write(K, pages, *rest):
     return attention_kernel.write(pages, 1, *rest, K)
 
 
 def prefill(*args):
-    return triton_prefill.prefill(*args, chunk=64)
+    state, *rest = args
+    return triton_prefill.prefill(state, 0, *rest)
+
+
+def attend_chunk(q, pages, *rest):
+    return attention_prefill.attend_ragged(q, pages, 1, *rest)
 
 
 @cases(("gb10", "27b", 17))
@@ -164,8 +177,9 @@ def test_the_fold_fits_and_moves_its_state_sixteen_bytes_at_a_time(target, name,
 
 @cases(("gb10", "27b", 2048), every=PREFILLS)
 def test_the_prefill_of_linear_layers_fits(target, name, K):
-    args = gated.prefill_specs(gated.SHAPES[name], 1, K)
-    compiled = compile_for(target, prefill, *args, compiler_options=CAPTURE)
+    args = gated.prefill_specs(gated.SHAPES[name], K, SEQUENCES)
+    compiled = compile_for(target, prefill, *args, donate=(0,), compiler_options=CAPTURE)
+    assert_in_place(compiled)
     if (
         target == "h200"
     ):  # with half the warps some registers spill there, which costs less than the barriers of twice as many
@@ -195,17 +209,17 @@ def test_attention_over_eight_bit_pages_fits_and_reads_sixteen_bytes_at_a_time(t
 
 @cases(("gb10", "27b", 2048), every=PREFILLS)
 def test_attention_of_a_prefill_fits_and_reads_sixteen_bytes_at_a_time(target, name, K):
-    args = paged.attend_specs(paged.SHAPES[name], 1, K, 8192)
-    compiled = compile_for(target, functools.partial(attend, K), *args, compiler_options=CAPTURE)
+    compiled = compile_for(target, attend_chunk, *chunk(paged.SHAPES[name], K), compiler_options=CAPTURE)
     assert_fits(compiled)
+    assert_in_place(compiled)
     assert_wide_loads(compiled, "paged_attention_prefill*")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["h200", "gb10"])
 def test_attention_of_a_prefill_over_eight_bit_pages_fits(target):
-    args = paged.attend_specs(paged.SHAPES["27b"], 1, 2048, 8192, kv_dtype=FP8)
-    assert_fits(compile_for(target, functools.partial(attend, 2048), *args, compiler_options=CAPTURE))
+    args = chunk(paged.SHAPES["27b"], 2048, kv_dtype=FP8)
+    assert_fits(compile_for(target, attend_chunk, *args, compiler_options=CAPTURE))
 
 
 @cases(("h200", "27b", 4))

@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gated_delta import Journal, Recurrent, triton_prefill
+from pallas_kernels.gated_delta import api as gated_api
 from pallas_kernels.gated_delta import arg_specs as gated
 from pallas_kernels.gated_delta import reference as twin
 from pallas_kernels.gated_delta import triton as step_kernel
 from pallas_kernels.linear import triton as narrow
+from pallas_kernels.paged_attention import api as paged_api
 from pallas_kernels.paged_attention import arg_specs as paged
 from pallas_kernels.paged_attention import reference as paged_twin
 from pallas_kernels.paged_attention import triton as attention_kernel
+from pallas_kernels.paged_attention import triton_prefill as attention_kernel_prefill
 from pallas_kernels.rows import at_most
 
 # Both are float32 throughout; they add in another order.
@@ -152,15 +155,15 @@ def test_how_wide_a_program_is_changes_no_bit():
 
 
 def recurrence(state, q, k, v, log_decay, beta):
-    """The rule itself, in float64."""
+    """The rule itself, in float64, of one sequence."""
     state, q, k, v, log_decay, beta = (np.asarray(x, np.float64) for x in (state, q, k, v, log_decay, beta))
-    q, k = (np.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    q, k = (np.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q, k))
     out = np.zeros(v.shape)
-    for t in range(v.shape[1]):
-        kept = np.exp(log_decay[:, t])[..., None, None] * state
-        u = beta[:, t][..., None] * (v[:, t] - np.einsum("bhvk,bhk->bhv", kept, k[:, t]))
-        state = kept + u[..., None] * k[:, t][:, :, None, :]
-        out[:, t] = np.einsum("bhvk,bhk->bhv", state, q[:, t])
+    for t in range(v.shape[0]):
+        kept = np.exp(log_decay[t])[:, None, None] * state
+        u = beta[t][:, None] * (v[t] - np.einsum("hvk,hk->hv", kept, k[t]))
+        state = kept + u[:, :, None] * k[t][:, None, :]
+        out[t] = np.einsum("hvk,hk->hv", state, q[t])
     return out, state
 
 
@@ -168,35 +171,72 @@ def relative(x, want):
     return np.linalg.norm(np.asarray(x, np.float64) - want) / np.linalg.norm(want)
 
 
+def rows_of(args, s):
+    """The rows of sequence s of a ragged batch."""
+    begin, n = int(args[-2][s]) * 64, int(args[-1][s])
+    return slice(begin, begin + n)
+
+
+def prefill(run, state, *rest):
+    """Of layer 1 of a state that is given of one."""
+    out, state = run(jnp.concatenate([jnp.full_like(state, jnp.nan), state]), 1, *rest)
+    assert np.isnan(state[0]).all()
+    return out, state[1]
+
+
+PREFILLS = {
+    "kernel": functools.partial(prefill, functools.partial(triton_prefill.prefill, interpret=interpret)),
+    "twin": jax.jit(functools.partial(gated_api.prefill, implementation="reference"), static_argnums=1),
+}
+PREFILLS["twin"] = functools.partial(prefill, PREFILLS["twin"])
+
+
 @pytest.mark.parametrize(
-    ("name", "B", "T", "padding", "hard"),
+    ("name", "n_rows", "T", "hard"),
     [
-        ("small-3", 1, 150, 0, False),
-        ("small-2", 2, 67, 5, False),
-        ("small-1", 1, 1, 0, False),
-        ("small-4", 1, 128, 0, True),
+        ("small-3", [150], 150, False),
+        ("small-2", [67, 0, 1], None, False),
+        ("small-1", [1], 1, False),
+        ("small-4", [128], None, True),
     ],
 )
-def test_prefill_equals_the_recurrence_in_float64(name, B, T, padding, hard):
-    args = gated.prefill_arrays(gated.SMALL[name], B, T, padding=padding, hard=hard)
-    out, state = triton_prefill.prefill(*args, chunk=64, interpret=interpret)
-    want, want_state = recurrence(*args)
-    # The state keeps 16 bits of every factor; the output is read in bfloat16.
-    assert relative(state, want_state) < 1e-4
-    # In the hard system updates alternate and nearly cancel in the sum, which their rounding does not: 1.23e-2 measured.
-    assert relative(out[:, : T - padding], want[:, : T - padding]) < (2e-2 if hard else 1e-2)
+def test_prefill_equals_the_recurrence_in_float64(name, n_rows, T, hard):
+    args = gated.prefill_arrays(gated.SMALL[name], n_rows, T, hard=hard)
+    out, state = PREFILLS["kernel"](*args)
+    (initial,), slots, *rows, _, _ = args
+    for s, slot in enumerate(slots.tolist()):
+        mine = rows_of(args, s)
+        if not n_rows[s]:
+            np.testing.assert_array_equal(state[slot], initial[slot])
+            continue
+        want, want_state = recurrence(initial[slot], *(x[mine] for x in rows))
+        # The state keeps 16 bits of every factor; the output is read in bfloat16.
+        assert relative(state[slot], want_state) < 1e-4
+        # In the hard system updates alternate and nearly cancel in the sum, which their rounding does not: 1.23e-2 measured.
+        assert relative(out[mine], want) < (2e-2 if hard else 1e-2)
 
 
-def test_padding_after_the_rows_of_a_prefill_changes_no_bit_of_the_state():
-    args = gated.prefill_arrays(gated.SMALL["small-1"], 1, 96, padding=30)
-    _, state = triton_prefill.prefill(*args, chunk=64, interpret=interpret)
-    short = [args[0], *(x[:, :66] for x in args[1:])]
-    np.testing.assert_array_equal(state, triton_prefill.prefill(*short, chunk=64, interpret=interpret)[1])
-
-
-def test_prefill_refuses_another_chunk():
-    with pytest.raises(ValueError, match="chunks of 64 rows"):
-        triton_prefill.prefill(*gated.prefill_arrays(gated.SMALL["small-1"], 1, 4), chunk=32)
+@pytest.mark.parametrize("which", PREFILLS)
+def test_a_sequence_of_a_ragged_prefill_does_not_know_its_neighbours(which):
+    """Its bits are the same beside others, alone, and in another place; slots that have no rows keep theirs."""
+    n_rows, T = [65, 1, 63, 64, 0], 5 * 64
+    args = gated.prefill_arrays(gated.SMALL["small-1"], n_rows, T)
+    (initial,), slots, *rows, begin, count = args
+    out, state = PREFILLS[which](*args)
+    assert relative(out[rows_of(args, 0)], recurrence(initial[1], *(x[:65] for x in rows))[0]) < 1e-2
+    for kept in (0, 5):
+        np.testing.assert_array_equal(state[kept], initial[kept])
+    others: list[Any] = [(begin, count * (np.arange(5) == s)) for s in range(4)] + [([1, 4, 3, 0, 3], count)]
+    for where, many in others:
+        placed = [np.zeros(x.shape, x.dtype) for x in rows]
+        here: Any = (*args[:-2], jnp.asarray(where, jnp.int32), jnp.asarray(many, jnp.int32))
+        for s in range(5):
+            for old, new in zip(rows, placed, strict=True):
+                new[rows_of(here, s)] = np.asarray(old)[rows_of(args, s)][: int(many[s])]
+        got, after = PREFILLS[which](args[0], slots, *map(jnp.asarray, placed), *here[-2:])
+        for s in np.flatnonzero(many):
+            np.testing.assert_array_equal(got[rows_of(here, s)], out[rows_of(args, s)], err_msg=f"sequence {s}")
+            np.testing.assert_array_equal(after[slots[s]], state[slots[s]], err_msg=f"sequence {s}")
 
 
 # ---- paged attention ---------------------------------------------------------------------------------------------------
@@ -235,15 +275,62 @@ def test_attention_of_few_rows_equals_its_twin_whatever_lies_where_nobody_looks(
     assert_attends(given, K, hidden, dtype, programs=2)
 
 
-@pytest.mark.parametrize(("dtype", "first"), [(jnp.float32, 0), (jnp.bfloat16, 1)])
-def test_attention_of_a_chunk_equals_its_twin_at_odd_starts(dtype, first):
-    K, start, n_rows = 41, [37, 0], [41, 23]
-    given, _ = paged.arrays(
-        paged.SMALL["small-4"], K, start=start, n_rows=n_rows, first=first, dtype=dtype, garbage=True
-    )
-    if first:  # row 0 of a sequence at position 0 sees nothing then, and is never asked for
-        given = (*given[:3], jnp.asarray([37, 1], jnp.int32), jnp.asarray([41, 22], jnp.int32))
-    assert_attends(given, K, first, dtype, rows=32)
+def chunk_of(name, start, n_rows, begin, T, **options):
+    """Arguments of a ragged batch: q [T, …] whose padding is NaN, pages that hold NaN where nobody looks, and the rest."""
+    longest = max(n_rows)
+    given, _ = paged.arrays(paged.SMALL[name], longest, start=start, n_rows=n_rows, garbage=True, **options)
+    q, pages, table, at, count = given
+    ragged = np.full((T, *q.shape[1:]), np.nan, np.float32)
+    for s, n in enumerate(n_rows):
+        ragged[begin[s] * 64 : begin[s] * 64 + n] = q[s * longest : s * longest + n]
+    return jnp.asarray(ragged, q.dtype), pages, 0, table, at, jnp.asarray(begin, jnp.int32), count
+
+
+CHUNKS = {
+    "kernel": functools.partial(attention_kernel_prefill.attend_ragged, interpret=interpret, rows=32),
+    "twin": jax.jit(functools.partial(paged_api.attend_ragged, implementation="reference"), static_argnums=2),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_attention_of_a_ragged_chunk_equals_its_twin_and_does_not_know_its_neighbours(dtype):
+    start, n_rows, begin, T = [37, 0, 5], [70, 23, 0], [1, 0, 0], 190
+    args = chunk_of("small-4", start, n_rows, begin, T, dtype=dtype)
+    q, pages, layer, table, *_ = args
+    outs = {which: run(*args) for which, run in CHUNKS.items()}
+    # bfloat16 products of scores and weights, against float32 ones
+    close = CLOSE if dtype == jnp.float32 else dict[str, Any](rtol=2e-2, atol=2e-2)
+    for s, n in enumerate(n_rows):
+        mine = slice(begin[s] * 64, begin[s] * 64 + n)
+        given = q[mine], pages, 0, table[s : s + 1], *(jnp.asarray([x[s]], jnp.int32) for x in (start, n_rows))
+        twin_attend: Any = paged_twin.attend
+        want = twin_attend(*given, n, first=0, row_group=4) if n else q[mine]
+        for which, out in outs.items():
+            got, wanted = (np.asarray(x, np.float32) for x in (out[mine], want))
+            np.testing.assert_allclose(got, wanted, **close, err_msg=f"{which}, sequence {s}")
+    assert not np.asarray(outs["twin"][128 + 7 :], np.float32).any()
+    moved = jnp.roll(q.at[:23].set(jnp.nan), -64, axis=0)
+    for which, run in CHUNKS.items():
+        where: Any = [jnp.asarray(x, jnp.int32) for x in (start, [0, 0, 0], [70, 0, 0])]
+        alone = run(moved, pages, layer, table, *where)
+        np.testing.assert_array_equal(np.asarray(alone[:70]), np.asarray(outs[which][64:134]), err_msg=which)
+
+
+def test_the_write_of_a_ragged_chunk_writes_its_rows_and_nothing_else():
+    shape = paged.SMALL["small-4"]
+    start, n_rows, begin = [30, 64], [70, 3], [1, 0]
+    _, pages, _, table, at, begins, count = chunk_of("small-4", start, n_rows, begin, 140)
+    k, v = (np.random.default_rng(i).normal(size=(140, 1, 32)).astype(np.float32) for i in range(2))
+    want, tables = [np.array(x) for x in pages], np.asarray(table)
+    for s, n in enumerate(n_rows):
+        for t in range(n):
+            page, offset = tables[s, (start[s] + t) // shape.page_size], (start[s] + t) % shape.page_size
+            want[0][1, page, :, :, offset] = k[begin[s] * 64 + t]
+            want[1][1, page, :, offset] = v[begin[s] * 64 + t]
+    write: Any = paged_api.write_ragged
+    got = write(pages, 1, jnp.asarray(k), jnp.asarray(v), table, at, begins, count, implementation="reference")
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x[:, 1:], y[:, 1:])
 
 
 def test_attention_of_rows_together_equals_rows_one_by_one():

@@ -63,7 +63,8 @@ class Case:
 
     def prefill(self, state: TargetState, tokens: np.ndarray, n: int) -> Any:
         """(post-norm hiddens, hiddens for the drafter, state); `state` can be used again."""
-        return self._prefill(self.steps.params, state, jnp.int32(1), jnp.asarray(tokens, jnp.int32), jnp.int32(n))
+        of = lambda *x: jnp.asarray(x, jnp.int32)  # noqa: E731
+        return self._prefill(self.steps.params, state, of(1), of(*tokens), of(0), of(n))
 
     @functools.cached_property
     def serial(self) -> Run:

@@ -133,6 +133,22 @@ class PrefixCache:
         saves = frozenset(self._saves(reuse.restored, tokens.size, history))
         return Sequence(tokens, pages, reuse, base, saves, base or self.tree.root, base, lease)
 
+    def known(self, prompt: np.ndarray) -> int:
+        """How many tokens of a prompt `admit` would restore, if their snapshot is sound."""
+        found = self.tree.match(prompt[:-1].astype(np.int32)) if self.run.prefix_cache else []
+        return self.run.page_size * next((node.depth for node in reversed(found) if node in self.snapshots), 0)
+
+    def first_rows(self, prompt: np.ndarray) -> int:
+        """Tokens of the first chunk that would be left to compute."""
+        start, total = self.known(prompt), prompt.size - 1
+        return min(self._next(start), total) - start
+
+    def will_save(self, sequence: Sequence, prompt: np.ndarray) -> bool:
+        """Whether a sequence is to leave a snapshot further on in what a prompt has in common with it than what is known."""
+        known = self.known(prompt)
+        alike = lambda end: np.array_equal(sequence.tokens[:end], prompt[:end])  # noqa: E731
+        return any(known < end < prompt.size and alike(end) for end in sequence.saves)
+
     def scratch(self, tokens: np.ndarray) -> Sequence:
         """A sequence that prefills all of `tokens`, finds nothing and leaves nothing."""
         pages = self.allocate(tokens.size)

@@ -136,16 +136,23 @@ class Executables:
             self.get(("guided", *key, logged), verify, (params, state, slots, rows, shape(B, K, -(-V // 32))), (1,)),
         )
 
-    def prefill(self, size: int, params: Any, state: DecodeState) -> Any:
-        """(params, state, slot, tokens [size], n) -> state."""
+    def prefill(self, size: int, sequences: int, params: Any, state: DecodeState) -> Any:
+        """(params, state, slots [sequences], tokens [size], begin [sequences], n [sequences]) -> state."""
 
-        def prefill(params, state: DecodeState, slot, tokens, n):
-            args = (self.model, params, state.probe, state.target, slot, tokens, n)
+        def prefill(params, state: DecodeState, slots, tokens, begin, n):
+            args = (self.model, params, state.probe, state.target, slots, tokens, begin, n)
             target, probe = probes.prefill(*args, feed_drafter=self._feeds_drafter)
             return dataclasses.replace(state, target=target, probe=probe)
 
-        args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
-        return self.get(("prefill", f"tokens={size}", _structure(state)), prefill, args, (1,))
+        each, tokens = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (sequences, size))
+        args = (params, state, each, tokens, each, each)
+        key = ("prefill", f"tokens={size}", f"sequences={sequences}", _structure(state))
+        return self.get(key, prefill, args, (1,))
+
+    def _alone(self, params: Any, state: DecodeState, slot: Array, tokens: Array, n: Array, **options: Any) -> Any:
+        """The model's prefill of one sequence's chunk."""
+        args = (self.model, params, state.target, slot[None], tokens, jnp.zeros(1, jnp.int32), n[None])
+        return call(*args, method="prefill", **options)
 
     @property
     def _feeds_drafter(self) -> bool:
@@ -155,8 +162,7 @@ class Executables:
         """(params, state, slot, tokens [size], n) -> (float32 logits [size, V], state)."""
 
         def logits(params, state: DecodeState, slot, tokens, n):
-            args = (self.model, params, state.target, slot, tokens, n)
-            hidden, _, target = call(*args, method="prefill", feed_drafter=self._feeds_drafter)
+            hidden, _, target = self._alone(params, state, slot, tokens, n, feed_drafter=self._feeds_drafter)
             return call(self.model, params, hidden, method="logits"), dataclasses.replace(state, target=target)
 
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
@@ -167,8 +173,7 @@ class Executables:
         state)."""
 
         def score(params, state: DecodeState, slot, tokens, n, following):
-            args = (self.model, params, state.target, slot, tokens, n)
-            hidden, _, target = call(*args, method="prefill", feed_drafter=False)
+            hidden, _, target = self._alone(params, state, slot, tokens, n, feed_drafter=False)
             out = log_probabilities(call(self.model, params, hidden, method="logits"), following, n_top)
             return out, dataclasses.replace(state, target=target)
 
@@ -180,8 +185,7 @@ class Executables:
         """(params, state, slot, tokens [size], n) -> (the hiddens that the drafter reads [size, D], state)."""
 
         def hiddens(params, state: DecodeState, slot, tokens, n):
-            args = (self.model, params, state.target, slot, tokens, n)
-            _, hidden, target = call(*args, method="prefill", feed_drafter=False)
+            _, hidden, target = self._alone(params, state, slot, tokens, n, feed_drafter=False)
             return hidden, dataclasses.replace(state, target=target)
 
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)

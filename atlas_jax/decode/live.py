@@ -101,6 +101,11 @@ class Live:
         """Tokens of the prompt that are not computed yet."""
         return self.chunks[-1][1] - self.chunks[0][0] if self.chunks else 0
 
+    @property
+    def next_rows(self) -> int:
+        """Tokens of the next chunk of the prompt; 0 where nothing is left to compute."""
+        return self.chunks[0][1] - self.chunks[0][0] if self.chunks else 0
+
     def read(self, b: int, emitted: Any, finish: int) -> tuple[Step, int | None]:
         """Its part of what a dispatch emitted, sequence `b` of it; also how many of its last round's tokens a stop string leaves,
         if one was found."""

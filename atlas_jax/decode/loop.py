@@ -6,16 +6,18 @@ import collections
 import dataclasses
 import functools
 import heapq
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from atlas_jax.cache.prefix import PrefixCache, Sequence
+from atlas_jax.cache.prefix import PrefixCache
+from atlas_jax.cache.prefix import Sequence as Cached
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.costs import nearest, read_table, table_path
+from atlas_jax.decode.chunks import Chunks
 from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.executables import Executables, Progress
 from atlas_jax.decode.group import Flight, Group
@@ -32,12 +34,11 @@ from atlas_jax.models import HybridModel
 from atlas_jax.settings import executables_folder
 
 AUTO_ROWS = (1, 2, 4, 8, 16)  # and the most there are room for; each is an executable
-PREFILL_SIZES = (16, 64)  # executables for the last, partial chunk of a prompt, beside that of whole chunks
 
 
 class Loop:
-    """Owns the decoding state of one model, and its slots: `admit` gives one to a sequence, `prefill` computes its prompt chunk by
-    chunk, a `Group` runs its rounds, `release` takes the slot back. `decode` does all of it for a batch. One thread at a time.
+    """Owns the decoding state of one model, and its slots: `admit` gives one to a sequence, `prefill` computes prompts chunk by
+    chunk, a `Group` runs their rounds, `release` takes the slot back. `decode` does all of it for a batch. One thread at a time.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Loop:
         self.executables = Executables(model, run, progress, folder and ExecutableStore(folder, (config, run)))
         self.model = model
         self.cache = PrefixCache(config, run, self.executables)
+        self.chunks = Chunks(run, self.cache.budget.interval)
         self.dispatches = 0
         self.read_s = 0.0  # spent on turning what dispatches emitted into steps
         self.last: Flight | None = None  # the dispatch that the device runs last, unless something else comes after it
@@ -97,21 +99,34 @@ class Loop:
             raise
         return live
 
-    def prefill(self, live: Live) -> bool:
-        """Computes the next chunk of its prompt (but for its last token, which the first round reads). Returns whether rounds may
-        run now."""
-        state, sequence = self.state, live.sequence
+    def joins(self, prompt: np.ndarray, computing: Sequence[Live]) -> bool:
+        """Whether a prompt without a slot might as well have one now: its first chunk fits into the next dispatch beside those of
+        all that are being computed, and these will leave no snapshot that it could begin with."""
+        rows = [*(live.next_rows for live in computing), self.cache.first_rows(prompt)]
+        fits = len(self.chunks.together(rows)) == len(rows)
+        return fits and not any(self.cache.will_save(live.sequence, prompt) for live in computing)
+
+    def together(self, lives: Sequence[Live]) -> list[Live]:
+        """Those whose next chunks one dispatch computes, the first among them."""
+        return [lives[i] for i in self.chunks.together([live.next_rows for live in lives])]
+
+    def prefill(self, lives: Sequence[Live]) -> list[Live]:
+        """Computes the next chunks of prompts that go `together` (but for a prompt's last token, which the first round reads).
+        Returns those whose rounds may run now."""
+        state = self.state
         self.last = None
-        if live.chunks:
-            start, end = live.chunks.popleft()
-            tokens, n = self._padded(sequence.tokens[start:end]), np.int32(end - start)
-            run = self.executables.prefill(tokens.size, self.params, state)
-            self._state = state = run(self.params, state, np.int32(live.slot), tokens, n)
-            self.cache.publish(sequence, end, state.target, live.slot)
-        if not live.chunks:
-            self._state = self.executables.start(state)(state, np.int32(live.slot))
+        spans = {live: live.chunks.popleft() for live in lives if live.chunks}
+        if spans:
+            batch = self.chunks.batch([(x.slot, x.sequence.tokens[start:end]) for x, (start, end) in spans.items()])
+            run = self.executables.prefill(batch.tokens.size, batch.slots.size, self.params, state)
+            self._state = state = run(self.params, state, *batch)
+            for live, (_, end) in spans.items():
+                self.cache.publish(live.sequence, end, state.target, live.slot)
+        ready = [live for live in lives if not live.chunks]
+        for live in ready:
+            self._state = self.executables.start(self.state)(self.state, np.int32(live.slot))
             live.started = True
-        return live.started
+        return ready
 
     def cut(self, live: Live, keep: int) -> None:
         """Ends a sequence after the first `keep` tokens of its last round."""
@@ -171,17 +186,20 @@ class Loop:
             group.prepare(bucket, n_top)
             if any(r.params.stop for r in requests):
                 self.executables.cut(self.state)
-            for i, request in enumerate(requests):
-                try:
-                    live = self.admit(request, drafter, cut, i)
-                except StateError as error:
-                    raise RequestError(
-                        f"the {len(requests)} prompts do not fit into {self.cache.pages.total} pages together ({error}): give "
-                        "fewer at once, ask for shorter answers, or load with more kv_pages"
-                    ) from error
-                lives.append(live)
-                while not self.prefill(live):
-                    pass
+            computing: list[Live] = []
+            while computing or len(lives) < len(requests):
+                while len(lives) < len(requests) and self.joins(requests[len(lives)].prompt, computing):
+                    try:
+                        live = self.admit(requests[len(lives)], drafter, cut, len(lives))
+                    except StateError as error:
+                        raise RequestError(
+                            f"the {len(requests)} prompts do not fit into {self.cache.pages.total} pages together ({error}): "
+                            "give fewer at once, ask for shorter answers, or load with more kv_pages"
+                        ) from error
+                    lives.append(live)
+                    computing.append(live)
+                self.prefill(self.together(computing))
+                computing = [live for live in computing if not live.started]
             for live in lives:
                 group.join(live)
             while group.lives:
@@ -241,14 +259,17 @@ class Loop:
 
     def compile_score(self, n_top: int, shapes: DecodeState) -> None:
         """What `score` does on first use, from any thread."""
-        for size in self.prefill_sizes:
+        for size in self.chunks.sizes:
             self.executables.score(n_top, size, self.params, shapes)
 
     def preparations(self) -> list[Callable[[], object]]:
         """What compiles all that is not a dispatch or a score, from any thread; the longest first."""
         shapes, make = self.shapes(NoDrafter()), self.executables
         values = request_values(self.config, self.run, np.zeros(1, np.int32), SamplingParams(), [])
-        prefill = [functools.partial(make.prefill, size, self.params, shapes) for size in self.prefill_sizes]
+        prefill = [
+            functools.partial(make.prefill, size, self.chunks.sequences(size), self.params, shapes)
+            for size in self.chunks.sizes
+        ]
         small = [
             functools.partial(make.open, shapes, values),
             *(functools.partial(f, shapes) for f in (make.start, make.cut)),
@@ -296,10 +317,10 @@ class Loop:
             values = request_values(self.config, self.run, tokens, SamplingParams(), sequence.pages)
             self._state = self.executables.open(self.state, values)(self.state, slot, values)
             for start, end in self.cache.chunks(sequence):
-                padded, n = self._padded(tokens[start:end]), np.int32(end - start)
+                padded, n = self.chunks.padded(tokens[start:end]), np.int32(end - start)
                 run = executable(padded.size, self.params, self.state)
                 self.last = None
-                more = [self._padded(x[start:end]) for x in beside]
+                more = [self.chunks.padded(x[start:end]) for x in beside]
                 out, self._state = run(self.params, self.state, slot, padded, n, *more)
                 yield jax.tree.map(lambda x: np.asarray(x)[:n], out)  # noqa: B023  # called at once
         except BaseException as error:
@@ -345,17 +366,6 @@ class Loop:
         tokens = np.concatenate([request.prompt, request.script])[: self.run.max_length]
         return np.concatenate([*self.by_position(tokens, self.executables.hiddens)]) if drafter.by_hidden else tokens
 
-    def _padded(self, tokens: np.ndarray) -> np.ndarray:
-        """A chunk in the smallest size that there is an executable of."""
-        size = min(s for s in self.prefill_sizes if tokens.size <= s)
-        return np.pad(tokens, (0, size - tokens.size)).astype(np.int32)
-
-    @property
-    def prefill_sizes(self) -> list[int]:
-        """Rows of the executables that chunks of a prompt are padded to."""
-        whole = self.run.prefill_chunk
-        return sorted({s for s in (*PREFILL_SIZES, self.cache.budget.interval, whole) if s <= whole})
-
     def _open(self, live: Live, drafter: Drafter, fresh: Any) -> None:
         """Makes the slot the sequence's, and restores what was found of it."""
         slot, sequence = live.slot, live.sequence
@@ -375,13 +385,13 @@ class Loop:
             fresh = drafter.teach(fresh, slot, live.known)
         self._drafters[drafter] = fresh
 
-    def _compile(self, state: DecodeState, sequence: Sequence) -> None:
+    def _compile(self, state: DecodeState, sequence: Cached) -> None:
         """Compiles what a sequence's prefill needs before any of it runs; if both overlapped, neither could be timed."""
         self.executables.start(state)
         if sequence.saves or sequence.base:
             self.cache.snapshots.prepare(state.target)
-        for size in {self._padded(sequence.tokens[start:end]).size for start, end in self.cache.chunks(sequence)}:
-            self.executables.prefill(size, self.params, state)
+        for size in {self.chunks.size(end - start) for start, end in self.cache.chunks(sequence)}:
+            self.executables.prefill(size, self.chunks.sequences(size), self.params, state)
 
 
 def _with_slot(state: Any, fresh: Any, slot: int, slots: int) -> Any:

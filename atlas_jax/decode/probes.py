@@ -18,6 +18,7 @@ from atlas_jax.models import HybridModel, call
 from atlas_jax.models.hybrid import FED
 from atlas_jax.shapes import Array, Float, Int, UInt32
 from atlas_jax.state import TargetState
+from pallas_kernels.ragged import rows_of
 
 
 class Fingerprints(NamedTuple):
@@ -144,21 +145,26 @@ def prefill(
     params: Any,
     probe: ProbeState | None,
     target: TargetState,
-    slot: Int[Array, ""],
+    slots: Int[Array, " S"],
     tokens: Int[Array, " T"],
-    n: Int[Array, ""],
+    begin: Int[Array, " S"],
+    n: Int[Array, " S"],
     *,
     feed_drafter: bool,
 ) -> tuple[TargetState, ProbeState | None]:
     """The model's `prefill` under the probes."""
+    args = (slots, tokens, begin, n)
     if probe is None:
-        return call(model, params, target, slot, tokens, n, method="prefill", feed_drafter=feed_drafter)[2], None
-    slots, start = slot[None], target.base[slot][None]
-    before = earlier(probe, target, slots, start - 1 - probe.shift, probe.shift)[0] if probe.shift else None
+        return call(model, params, target, *args, method="prefill", feed_drafter=feed_drafter)[2], None
+    start = target.base[slots]
+    before = earlier(probe, target, slots, start - 1 - probe.shift, probe.shift) if probe.shift else None
     options = dict(earlier=before, feed_drafter=feed_drafter, mutable=[FED])
-    (_, hidden, target), seen = call(model, params, target, slot, tokens, n, method="prefill", **options)
-    n = (target.base[slot] - start[0])[None]  # none where the chunk was refused
-    probe = produced(probe, target, slots, start, hidden[None], n)
+    (_, hidden, target), seen = call(model, params, target, *args, method="prefill", **options)
+    rows = rows_of(begin, target.base[slots] - start, tokens.shape[0])  # none of a chunk that was refused
+    # To the probes, each row is a sequence of its own.
+    each = (target, slots[rows.owner], start[rows.owner] + rows.number)
+    live = rows.live.astype(jnp.int32)
+    probe = produced(probe, *each, hidden[:, None], live)
     if not feed_drafter:
         return target, probe
-    return target, fed(probe, target, slots, start, seen[FED]["hidden"][0][None], n)
+    return target, fed(probe, *each, seen[FED]["hidden"][0][:, None], live)

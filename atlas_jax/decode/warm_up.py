@@ -129,7 +129,7 @@ def _run(loop: Loop, drafter: Drafter, drafts: Drafts, n_top: int | None) -> Non
         loop.acceptance(lives[0])
 
     rows = loop.rows(drafts)
-    for size in loop.prefill_sizes:
+    for size in loop.chunks.sizes:
         ask([prompt(size)], rows[0])
     ask([prompt(1)], rows[0], stop=("\n",))
     long = prompt(loop.cache.budget.interval)  # as long as a snapshot needs; the second time it is restored

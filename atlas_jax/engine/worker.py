@@ -17,7 +17,7 @@ from atlas_jax.completion import Completion, Delta
 from atlas_jax.decode.group import Group
 from atlas_jax.decode.guided import GuidedGroup
 from atlas_jax.decode.k_policy import KPolicy, WidestK
-from atlas_jax.decode.live import Request
+from atlas_jax.decode.live import Live, Request
 from atlas_jax.engine.api import (
     Cancelled,
     DeadlineExceeded,
@@ -132,17 +132,24 @@ class Worker:
                 self._end(job, "deadline", DeadlineExceeded, told)
 
     def _admit(self) -> None:
-        """Gives free slots to those that are next, as long as their prompts need not wait for longer ones."""
-        if not len(self.waiting) or not self.loop.free_slots or self._blocked:
-            return
-        prompts = [job.live.left for job in self.jobs if job.live and not job.live.started]
-        for job in self.waiting.ranked(time.perf_counter()):
+        """Gives a free slot to the one that is next, if its prompt need not wait for longer ones, and to those whose
+        prompts go along with it."""
+        opened = False
+        for job in self.waiting.ranked(time.perf_counter()) if len(self.waiting) else ():
+            if not self.loop.free_slots or self._blocked:
+                return
             if not self._compiled(job):
                 continue
-            if prompts and job.request.prompt.size >= min(prompts):
+            prompt, computing = job.request.prompt, [*self._computing()]
+            waits = opened or any(prompt.size >= live.left for live in computing)
+            if waits and computing and not self.loop.joins(prompt, computing):
                 return
             self._open(job)
-            return
+            opened = True
+
+    def _computing(self) -> dict[Live, Job]:
+        """Those whose prompts are not computed yet, the first admitted first."""
+        return {job.live: job for job in self.jobs if job.live and not job.live.started}
 
     def _compiled(self, job: Job) -> bool:
         return self.compiled.ready(_kind(job))
@@ -189,19 +196,19 @@ class Worker:
         return lambda batch: WidestK(rows, lambda: self._groups[key].widest)
 
     def _compute_prompt(self) -> None:
-        """One chunk of one prompt."""
-        prompts = [job for job in self.jobs if job.live and not job.live.started]
-        if not prompts:
+        """One dispatch: a chunk of one prompt, and of others what fits beside it."""
+        computing = self._computing()
+        if not computing:
             return
-        job = next_prompt(prompts, self._turn)
-        assert job.live is not None
+        first = next_prompt(computing.values(), self._turn).live
+        lives = self.loop.together(sorted(computing, key=lambda live: live is not first))
         try:
             if not any(group.lives for group in self._groups.values()):  # nobody else keeps the host from running ahead
                 jax.block_until_ready(self.loop.state.requests.words)
-            if self.loop.prefill(job.live):
-                job.group.join(job.live)
+            for live in self.loop.prefill(lives):
+                computing[live].group.join(live)
         except Exception as error:
-            self._failed(error, [job])
+            self._failed(error, [computing[live] for live in lives])
 
     def _score(self) -> None:
         """One chunk of one score."""
@@ -232,7 +239,7 @@ class Worker:
 
     def _rounds(self) -> None:
         """A dispatch of every group."""
-        busy = any(job.live and not job.live.started for job in self.jobs) or self._scoring is not None
+        busy = bool(self._computing()) or self._scoring is not None
         most = 1 if busy else None
         for key, group in [*self._groups.items()]:
             if group.lives:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from atlas_jax.decode.loop import PREFILL_SIZES
 from atlas_jax.experiment.conversations import Conversation
 from atlas_jax.metrics import Acceptance
 from atlas_jax.runtime import Runtime
@@ -48,8 +47,7 @@ class Played:
 
 def warm_up(runtime: Runtime, **options: Any) -> None:
     """Compiles what conversations need: a time to first token is not one while something is compiled beside it."""
-    whole = runtime.run.prefill_chunk
-    for i, size in enumerate(sorted({*(size for size in PREFILL_SIZES if size < whole), whole})):
+    for i, size in enumerate(runtime.loop.chunks.sizes):
         prompt = [i] * (size + 1)  # the last token is not part of prefill
         if len(prompt) + 2 <= runtime.run.max_length:
             runtime.generate(prompt, max_tokens=2, script=[0], **options)

@@ -23,6 +23,7 @@ from atlas_jax.shapes import Array, Float, Int
 from atlas_jax.state.target import TargetState
 from pallas_kernels import gated_delta, paged_attention
 from pallas_kernels.linear import linear
+from pallas_kernels.ragged import BLOCK, rows_of
 from pallas_kernels.rows import at_most, bucket, by_row_group, live_rows, pad_rows
 
 Rows = Callable[..., Any]
@@ -155,13 +156,7 @@ class HybridModel(nn.Module):
             width = c.linear_conv_kernel_dim
             padded = jnp.pad(split(p.mixed), ((0, 0), (width - 1, 0), (0, 0)))
             q, k, v = self.linear_attention.convolve(gated_delta.sliding(padded, T, width), i)
-            state = jnp.zeros(
-                (B, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim), jnp.float32
-            )
-            # The plain form can be differentiated, the kernel cannot.
-            gates = split(p.log_decay), split(p.beta)
-            out, _ = gated_delta.prefill(state, q, k, v, *gates, implementation="reference")
-            return flat(out), carry
+            return flat(gated_delta.whole(q, k, v, split(p.log_decay), split(p.beta))), carry
 
         def full_mixer(p, carry: None, i: int):
             return flat(causal_attention(split(p.q), split(p.k), split(p.v))), carry
@@ -230,65 +225,70 @@ class HybridModel(nn.Module):
     def prefill(
         self,
         state: TargetState,
-        slot: Int[Array, ""],
+        slots: Int[Array, " S"],
         tokens: Int[Array, " T"],
-        n: Int[Array, ""],
-        earlier: Float[Array, "shift D"] | None = None,
+        begin: Int[Array, " S"],
+        n: Int[Array, " S"],
+        earlier: Float[Array, "S shift D"] | None = None,
         *,
         feed_drafter: bool = True,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], TargetState]:
-        """Commits the first `n` of a chunk of tokens to a settled slot, in matrix form; the rest of the chunk is padding.
+        """Commits chunks of S settled sequences, in matrix form: `tokens` is a ragged batch (`pallas_kernels.ragged`), in which the
+        next n[s] tokens of slot slots[s] lie from row 64 begin[s] on; the rest is padding. Bits of a sequence depend on its own
+        tokens and on T, neither on its neighbours nor on its place. Sequences without tokens change nothing; they may share
+        the sentinel slot.
 
         The drafter's layer gets the keys and values of the same rows: row p is (token p, hidden p - 1), the first of them
         from the boundary hidden. With `earlier`, hiddens from before the boundary, row p gets hidden p - 1 - shift instead. Without
         `feed_drafter` it gets none of them.
 
-        A slot that is not settled, or an `n` below 0, above T or beyond its capacity, commits nothing and clears the slot's `ok`.
+        A slot that is not settled, or rows that are not in the batch or beyond the slot's capacity, commit nothing and clear the
+        slot's `ok`.
 
         Returns: post-norm hiddens, the hiddens that the drafter reads, the state.
         """
         c = self.config
         T = tokens.shape[0]
-        start = state.base[slot]
-        valid = (n >= 0) & (n <= T) & (start + n <= state.capacity) & (state.pending[slot] == 0)
+        start = state.base[slots]
+        inside = (begin >= 0) & (begin <= T // BLOCK) & (n >= 0) & (n <= T) & (begin * BLOCK + n <= T)
+        valid = inside & (start + n <= state.capacity) & (state.pending[slots] == 0)
         n = jnp.where(valid, n, 0)
-        state = state.put(slot, ok=state.ok[slot] & valid)
-        live = jnp.arange(T) < n
-        positions = jnp.where(live, start + jnp.arange(T), 0)
-        table, count = state.page_table[slot][None], n[None]
+        state = state.put(slots, ok=state.ok[slots] & valid)
+        rows = rows_of(begin, n, T)
+        positions = jnp.where(rows.live, start[rows.owner] + rows.number, 0)
+        table = state.page_table[slots]
         width = c.linear_conv_kernel_dim
 
         def linear_mixer(p: gdn.Projected, s: TargetState, i: int):
-            past = gated_delta.window(s.conv[i : i + 1], slot[None], start[None], width - 1)[0, 0]
-            inputs = jnp.concatenate([past, p.mixed])
-            q, k, v = self.linear_attention.convolve(gated_delta.sliding(inputs[None], T, width), i)
-            log_decay, beta = (jnp.where(live[:, None], x, 0.0)[None] for x in (p.log_decay, p.beta))
-            out, h = gated_delta.prefill(
-                s.h[i, slot][None], q, k, v, log_decay, beta, implementation=self._prefill_with
-            )
-            last = jax.lax.dynamic_slice_in_dim(inputs, n, width - 1)  # of positions before start + n
-            at = (start + n + jnp.arange(1 - width, 0)) % s.conv.shape[2]
-            s = dataclasses.replace(s, h=s.h.at[i, slot].set(h[0]), conv=s.conv.at[i, slot, at].set(last))
-            return out[0], s
+            past = gated_delta.window(s.conv[i : i + 1], slots, start, width - 1)[0]
+            q, k, v = self.linear_attention.convolve(gated_delta.windows(p.mixed, past, rows, begin), i)
+            args = (q, k, v, p.log_decay, p.beta, begin, n)
+            out, h = gated_delta.prefill(s.h, i, slots, *args, implementation=self._prefill_with)
+            at = (start + n)[:, None] + jnp.arange(1 - width, 0)
+            conv = s.conv.at[i, slots[:, None], at % s.conv.shape[2]].set(gated_delta.last(p.mixed, past, begin, n))
+            return out, dataclasses.replace(s, h=h, conv=conv)
 
         def full_mixer(p, s: TargetState, i: int):
-            pages = paged_attention.write(s.pages, i, p.k, p.v, table, start[None], count, T)
-            out = paged_attention.attend(p.q, pages, i, table, start[None], count, T, row_group=T)
+            pages = paged_attention.write_ragged(s.pages, i, p.k, p.v, table, start, begin, n)
+            out = paged_attention.attend_ragged(p.q, pages, i, table, start, begin, n)
             return out, dataclasses.replace(s, pages=pages)
 
         x, state = self._layers(self.embed(tokens), positions, state, linear_mixer, full_mixer, at_once, False)
         hidden = self.final(x)
         fed = self.drafter_hidden(hidden)
         if c.has_mtp and feed_drafter:
-            before = state.hidden[slot][None]
-            before = before if earlier is None else jnp.concatenate([earlier, before])
-            previous = jnp.concatenate([before, fed])[:T]
+            before = state.hidden[slots][:, None]
+            before = before if earlier is None else jnp.concatenate([earlier, before], axis=1)
+            reach = before.shape[1]
+            old = before[rows.owner, jnp.clip(rows.number, 0, reach - 1)]
+            previous = jnp.where((rows.number < reach)[:, None], old, jnp.roll(fed, reach, axis=0))
             self.sow(FED, "hidden", previous)
             k, v = self.mtp.keys_values(self.drafter_norms, self.embed(tokens), previous, positions)
-            pages = paged_attention.write(state.pages, c.num_full_layers, k, v, table, start[None], count, T)
+            pages = paged_attention.write_ragged(state.pages, c.num_full_layers, k, v, table, start, begin, n)
             state = dataclasses.replace(state, pages=pages)
-        boundary = jnp.where(n > 0, fed[jnp.maximum(n - 1, 0)], state.hidden[slot])
-        state = dataclasses.replace(state, hidden=state.hidden.at[slot].set(boundary)).put(slot, base=start + n)
+        boundary = fed[jnp.clip(begin * BLOCK + n - 1, 0, T - 1)]
+        boundary = jnp.where((n > 0)[:, None], boundary, state.hidden[slots])
+        state = dataclasses.replace(state, hidden=state.hidden.at[slots].set(boundary)).put(slots, base=start + n)
         return hidden.post_norm, fed, state
 
     def feed(

@@ -7,15 +7,18 @@ One step, for a state S [Dk, Dv], decay g in (0, 1], write strength beta and uni
 A state is held as its transpose [Dv, Dk]: what a key reads of a value column then lies together.
 
 `verify` takes a few rows a sequence, one after another, and writes no state past the committed boundary: it leaves each row's
-(k, u, g) in a journal. `fold` applies the rows that were accepted. `prefill` takes a long chunk in its matrix (WY) form.
+(k, u, g) in a journal. `fold` applies the rows that were accepted. `prefill` takes many rows of several sequences in their matrix
+(WY) form.
 """
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gated_delta import reference, triton, triton_prefill
 from pallas_kernels.gated_delta.forms import Journal, Mixer, Recurrent
+from pallas_kernels.ragged import rows_of
 from pallas_kernels.registry import choose
 
 VERIFY = {"reference": reference.verify}
@@ -55,20 +58,29 @@ def verify(
 
 
 def prefill(
-    state: Float[Array, "B Hv Dv Dk"],
-    q: Float[Array, "B T Hk Dk"],
-    k: Float[Array, "B T Hk Dk"],
-    v: Float[Array, "B T Hv Dv"],
-    log_decay: Float[Array, "B T Hv"],
-    beta: Float[Array, "B T Hv"],
+    state: Float[Array, "L N Hv Dv Dk"],
+    layer: int,
+    slots: Int[Array, " S"],
+    q: Float[Array, "T Hk Dk"],
+    k: Float[Array, "T Hk Dk"],
+    v: Float[Array, "T Hv Dv"],
+    log_decay: Float[Array, "T Hv"],
+    beta: Float[Array, "T Hv"],
+    begin: Int[Array, " S"],
+    n_rows: Int[Array, " S"],
     *,
-    chunk: int = 64,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "B Hv Dv Dk"]]:
-    """Runs T rows in chunks of `chunk`. A row with `log_decay = beta = 0` is padding and leaves the state as it was."""
-    return choose("gated_delta.prefill", PREFILL, implementation, {"gpu": "triton"})(
-        state, q, k, v, log_decay, beta, chunk=chunk
-    )
+) -> tuple[Float[Array, "T Hv Dv"], Float[Array, "L N Hv Dv Dk"]]:
+    """Runs the rows of a ragged batch of S sequences (`pallas_kernels.ragged`) in chunks of 64, in place.
+
+    Sequence s goes on from state[layer, slots[s]] and leaves its state there; without rows it leaves it as it was. The bits of a
+    sequence depend on its own rows and on T alone. Padding may hold any finite numbers and comes out as zeros.
+    """
+    live = rows_of(begin, n_rows, q.shape[0]).live
+    log_decay, beta = (jnp.where(live[:, None], x, 0.0) for x in (log_decay, beta))  # such a row changes nothing
+    run = choose("gated_delta.prefill", PREFILL, implementation, {"gpu": "triton"})
+    out, state = run(state, layer, slots, q, k, v, log_decay, beta, begin, n_rows)
+    return jnp.where(live[:, None, None], out, 0.0), state
 
 
 def step(

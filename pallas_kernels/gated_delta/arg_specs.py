@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gated_delta.forms import Mixer, Recurrent
+from pallas_kernels.ragged import BLOCK, blocks, rows_of
 from pallas_kernels.rows import round_up
 
 TAPS = 4
@@ -136,29 +137,36 @@ def step_arrays(
     return jax.tree.map(lambda x, spec: jnp.asarray(x, spec.dtype), values, specs)
 
 
-def prefill_specs(shape: Shape, B: int, T: int, *, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
-    """What `api.prefill` takes: state, q, k, v, log_decay, beta."""
+def prefill_specs(shape: Shape, T: int, S: int = 1, *, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+    """What `api.prefill` takes, but for `layer`: state (of one layer and the slots 0 … S), slots, q, k, v, log_decay, beta, begin,
+    n_rows."""
     Hk, Hv, Dk, Dv, _ = shape
     f32 = jnp.dtype("float32")
-    shapes = ((B, Hv, Dv, Dk), f32), ((B, T, Hk, Dk), dtype), ((B, T, Hk, Dk), dtype), ((B, T, Hv, Dv), dtype)
-    return tuple(jax.ShapeDtypeStruct(*x) for x in (*shapes, ((B, T, Hv), f32), ((B, T, Hv), f32)))
+    number = ((S,), jnp.dtype("int32"))
+    rows = ((T, Hk, Dk), dtype), ((T, Hk, Dk), dtype), ((T, Hv, Dv), dtype), ((T, Hv), f32), ((T, Hv), f32)
+    return tuple(jax.ShapeDtypeStruct(*x) for x in (((1, S + 1, Hv, Dv, Dk), f32), number, *rows, number, number))
 
 
 def prefill_arrays(
-    shape: Shape, B: int, T: int, *, padding: int = 0, hard: bool = False, seed: int = 0
+    shape: Shape, n_rows: Sequence[int], T: int | None = None, *, hard: bool = False, seed: int = 0
 ) -> tuple[Any, ...]:
-    """Arrays of `prefill_specs`; made on the device. The last `padding` rows are padding.
+    """Arrays of `prefill_specs` for sequences in the slots 1, 2, …, one after another in T rows (None: as many as they take); made
+    on the device.
 
     With `hard`, all keys of a head are the same, beta is one and nothing decays: the worst system that a chunk can have.
     """
+    taken = np.asarray([blocks(n) for n in n_rows])
+    T, begin = T or int(taken.sum()) * BLOCK, np.cumsum(taken) - taken
     keys = jax.random.split(jax.random.key(seed), 6)
-    specs = prefill_specs(shape, B, T)
-    state, q, k, v, a, b = (jax.random.normal(key, x.shape, jnp.float32) for key, x in zip(keys, specs, strict=True))
+    specs = prefill_specs(shape, T, len(n_rows))
+    random = lambda key, spec: jax.random.normal(key, spec.shape, jnp.float32)  # noqa: E731
+    state, q, k, v, a, b = (random(key, spec) for key, spec in zip(keys, (specs[0], *specs[2:7]), strict=True))
     if hard:
-        k = jnp.broadcast_to(k[:, :1], k.shape)
+        k = jnp.broadcast_to(k[:1], k.shape)
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
-    live = (jnp.arange(T) < T - padding)[:, None]
+    live = rows_of(jnp.asarray(begin), jnp.asarray(n_rows), T).live[:, None]
     log_decay = jnp.where(live & (not hard), -jnp.exp(a - 2.0), 0.0)
     beta = jnp.where(live, jnp.ones_like(b) if hard else jax.nn.sigmoid(b), 0.0)
-    values = (0.1 * state, unit(q) * shape.Dk**-0.5, unit(k + (0.0 if hard else 0.1)), v, log_decay, beta)
-    return tuple(x.astype(spec.dtype) for x, spec in zip(values, specs, strict=True))
+    rows = unit(q) * shape.Dk**-0.5, unit(k + (0.0 if hard else 0.1)), v, log_decay, beta
+    values = (0.1 * state, np.arange(1, len(n_rows) + 1), *rows, begin, n_rows)
+    return tuple(jnp.asarray(x, spec.dtype) for x, spec in zip(values, specs, strict=True))

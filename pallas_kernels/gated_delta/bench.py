@@ -5,9 +5,9 @@
 
 A layer of the 27B shape (16 key and 48 value heads of 128x128). A step is timed as the runtime runs it: all layers one after
 another in one CUDA graph, `T` new rows with `T` pending ones to fold. Its floor is the state, read and written once, at the copy
-bandwidth measured first; that of a prefill is not stated: it is bound by the chain of chunks. The peer's column holds what was
-measured earlier on an H200; where `fla` can be imported it is measured too, without the convolution and the gates, which our step
-includes.
+bandwidth measured first; that of a prefill is not stated: it is bound by the chain of chunks, which the sequences of a ragged batch
+go through side by side. The peer's column holds what was measured earlier on an H200; where `fla` can be imported it is measured
+too, without the convolution and the gates, which our step includes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gated_delta import triton, triton_prefill, triton_tile
 from pallas_kernels.gated_delta.arg_specs import SHAPES, Shape, prefill_arrays, prefill_specs, step_specs
+from pallas_kernels.ragged import BLOCK, blocks
 from pallas_kernels.timing import compiled, copy_bandwidth, normal, require_gpu, row, seconds
 
 PEER = {1: 4.94, 2: 5.88, 4: 7.76, 8: 11.84}  # us a layer of fused_recurrent_gated_delta_rule, by rows
@@ -77,23 +78,53 @@ def bench_steps(shape: Shape, B: int, rows: Sequence[int], tunings: Sequence[dic
         )
 
 
-def bench_prefill(shape: Shape, lengths: tuple[int, ...]) -> None:
-    calls = 4
+class Prefills:
+    """`calls` times in one program, one after another: prefills of `batches` ragged batches of sequences with `n_rows`."""
 
-    def chain(state: Any, *rest: Any) -> Any:
+    def __init__(self, shape: Shape, n_rows: tuple[int, ...], batches: int = 1, calls: int = 1) -> None:
+        self.shape, self.n_rows, self.calls = shape, n_rows, calls
+        state, slots, *rows = prefill_specs(shape, BLOCK * sum(map(blocks, n_rows)), len(n_rows))
+        self.state = jax.ShapeDtypeStruct((1, batches * len(n_rows) + 1, *state.shape[2:]), state.dtype)
+        self.slots = jax.ShapeDtypeStruct((batches, *slots.shape), slots.dtype)
+        self.job = compiled(self._run, self.state, self.slots, *rows, donate=(0,))
+
+    def _run(self, state: Any, slots: Any, *rows: Any) -> Any:
         out = jnp.float32(0)
-        for _ in range(calls):
-            y, state = triton_prefill.prefill(state, *rest, chunk=64)
-            out += y[0, -1, 0, 0]
+        for _ in range(self.calls):
+            for batch in range(slots.shape[0]):
+                y, state = triton_prefill.prefill(state, 0, slots[batch], *rows)
+                out += y[-1, 0, 0]
         return out, state
 
-    jobs = {T: compiled(chain, *prefill_specs(shape, 1, T)) for T in lengths}
+    def us(self) -> float:
+        """Microseconds of one pass over all batches."""
+        slots = jnp.arange(1, self.state.shape[1], dtype=jnp.int32).reshape(self.slots.shape)
+        state = normal(0, *self.state.shape, dtype=self.state.dtype, scale=0.1)
+        args = state, slots, *prefill_arrays(self.shape, self.n_rows)[2:]
+        time, _ = seconds(self.job.result(), args, lambda out, args: (out[1], *args[1:]), n=5)
+        return time / self.calls * 1e6
+
+
+def bench_prefill(shape: Shape, lengths: tuple[int, ...]) -> None:
+    jobs = {T: Prefills(shape, (T,), calls=4) for T in lengths}
     for T, job in jobs.items():
-        time, _ = seconds(job.result(), prefill_arrays(shape, 1, T), n=5)
-        us, peer = time / calls * 1e6, PREFILL_PEER[T]
+        us, peer = job.us(), PREFILL_PEER[T]
         row(
             f"prefill, {T} tokens", f"{us:.0f} us", "-", "-", f"{PREFILL_BAR[T]}", f"{peer}", f"{peer / us:.2f}x faster"
         )
+
+
+def bench_ragged(shape: Shape, sequences: int, tokens: tuple[int, ...], together: tuple[int, ...]) -> None:
+    """Prompts of so many tokens one by one, and so many `together` in ragged batches."""
+    jobs = {(n, S): Prefills(shape, (n,) * S, sequences // S) for n in tokens for S in (1, *together)}
+    for n in tokens:
+        alone = jobs[n, 1].us()
+        row(f"prefill, {sequences} x {n} tokens, one by one", f"{alone:.0f} us", *"-----")
+        for S in together:
+            us = jobs[n, S].us()
+            row(
+                f"prefill, {sequences} x {n} tokens, {S} together", f"{us:.0f} us", *"----", f"{alone / us:.2f}x faster"
+            )
 
 
 def bench_peer(shape: Shape, rows: Sequence[int], lengths: tuple[int, ...]) -> None:
@@ -171,6 +202,7 @@ def main() -> None:
     bench_steps(shape, 32, (4,), tunings(given), bandwidth)
     if not given.step:
         bench_prefill(shape, lengths)
+        bench_ragged(shape, 32, (64, 256), (4, 32))
         bench_peer(shape, given.rows, lengths)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.gated_delta.forms import Journal
+from pallas_kernels.ragged import BLOCK, Rows, blocks
 from pallas_kernels.rows import by_sequence, pad_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -83,43 +84,80 @@ def solve(coupling: Array, target: Array) -> Array:
     return jax.lax.platform_dependent(coupling, target, cpu=by_rows, default=by_library)
 
 
-def prefill(
-    state: Array, q: Array, k: Array, v: Array, log_decay: Array, beta: Array, *, chunk: int
-) -> tuple[Array, Array]:
-    """Within a chunk, with G the running sum of log decays: (I + L) U = beta V - beta e^G K S_0, L strictly lower triangular,
+def chunk_form(state: Array, q: Array, k: Array, v: Array, log_decay: Array, beta: Array) -> tuple[Array, Array]:
+    """One chunk of C rows in its matrix form: state [Hv,Dv,Dk], q and k [C,Hk,Dk], v [C,Hv,Dv], log_decay and beta [C,Hv] ->
+    state, output [C,Hv,Dv].
+
+    With G the running sum of log decays: (I + L) U = beta V - beta e^G K S_0, L strictly lower triangular,
     L_ij = beta_i e^(G_i - G_j) k_i.k_j; then O = e^G Q S_0 + (masked e^(G_i - G_j) q_i.k_j) U."""
-    B, T, Hk, _ = q.shape
-    Hv, Dv = v.shape[2:]
-    pad = -T % chunk
-    padded = lambda x: jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
-    q, k, v, log_decay, beta = (padded(x) for x in (q, k, v, log_decay, beta))
-    count = (T + pad) // chunk
-    ratio = Hv // Hk
-    # [count, B, H, chunk, …]: the scan runs over chunks, everything inside is a batch of matrix products
-    heads = lambda x: jnp.moveaxis(x.reshape(B, count, chunk, *x.shape[2:]), (1, 3), (0, 2))  # noqa: E731
-    q, k = (jnp.repeat(heads(x), ratio, axis=2) for x in (q, k))
+    size, ratio = q.shape[0], v.shape[1] // q.shape[1]
+    heads = lambda x: jnp.moveaxis(x, 1, 0)  # noqa: E731
+    q, k = (jnp.repeat(heads(x), ratio, axis=0) for x in (q, k))
     v, beta, running = heads(v), heads(beta), jnp.cumsum(heads(log_decay), axis=-1)
-    lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    strict = jnp.tril(jnp.ones((chunk, chunk), bool), -1)
+    lower = jnp.tril(jnp.ones((size, size), bool))
+    strict = jnp.tril(jnp.ones((size, size), bool), -1)
     product = lambda spec, *xs: jnp.einsum(spec, *xs, precision=HIGHEST)  # noqa: E731
+    difference = running[..., :, None] - running[..., None, :]
+    between = jnp.exp(jnp.where(lower, difference, -jnp.inf))  # masked before exp: the upper part would overflow
+    coupling = jnp.where(strict, between, 0.0) * product("hik,hjk->hij", k, k) * beta[..., None]
+    from_start = jnp.exp(running)[..., None]
+    target = beta[..., None] * (v - from_start * product("hik,hvk->hiv", k, state))
+    u = solve(coupling, target)
+    out = from_start * product("hik,hvk->hiv", q, state)
+    out += product("hij,hjv->hiv", between * product("hik,hjk->hij", q, k), u)
+    to_end = jnp.exp(running[..., -1:] - running)[..., None]
+    state = from_start[..., -1:, :] * state + product("hik,hiv->hvk", k * to_end, u)
+    return state, heads(out)
 
-    def body(state: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, running, beta = xs
-        difference = running[..., :, None] - running[..., None, :]
-        between = jnp.exp(jnp.where(lower, difference, -jnp.inf))  # masked before exp: the upper part would overflow
-        coupling = jnp.where(strict, between, 0.0) * product("bhik,bhjk->bhij", k, k) * beta[..., None]
-        from_start = jnp.exp(running)[..., None]
-        target = beta[..., None] * (v - from_start * product("bhik,bhvk->bhiv", k, state))
-        u = solve(coupling, target)
-        out = from_start * product("bhik,bhvk->bhiv", q, state)
-        out += product("bhij,bhjv->bhiv", between * product("bhik,bhjk->bhij", q, k), u)
-        to_end = jnp.exp(running[..., -1:] - running)[..., None]
-        state = from_start[..., -1:, :] * state + product("bhik,bhiv->bhvk", k * to_end, u)
-        return state, out
 
-    state, out = jax.lax.scan(body, state, (q, k, v, running, beta))
-    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, T + pad, Hv, Dv)
-    return out[:, :T], state
+def prefill(
+    state: Array,
+    layer: int,
+    slots: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    begin: Array,
+    n_rows: Array,
+) -> tuple[Array, Array]:
+    # A block more than there are rows for: a slice that is the whole would be simplified away, and the loop's body perhaps be
+    # compiled with what stands around it.
+    total = (blocks(v.shape[0]) + 1) * BLOCK
+    rows = [pad_rows(x.astype(jnp.float32), total) for x in (q, k, v, log_decay, beta)]
+
+    def sequence(s: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def chunk(c: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            h, out = carry
+            at = (begin[s] + c) * BLOCK
+            h, new = chunk_form(h, *(jax.lax.dynamic_slice_in_dim(x, at, BLOCK) for x in rows))
+            return h, jax.lax.dynamic_update_slice_in_dim(out, new, at, 0)
+
+        mine, out = carry
+        # A bound known only at run time keeps this a loop: one body, one set of bits, whatever else is in the batch.
+        h, out = jax.lax.fori_loop(0, (n_rows[s] + BLOCK - 1) // BLOCK, chunk, (mine[s], out))
+        return mine.at[s].set(h), out
+
+    out = jnp.zeros((total, *v.shape[1:]), jnp.float32)
+    # One slot after another, in place: a loop that carried all of `state` would copy it.
+    at = lambda s: (layer, slots[s], 0, 0, 0)  # noqa: E731
+    taken = [jax.lax.dynamic_slice(state, at(s), (1, 1, *state.shape[2:])) for s in range(slots.shape[0])]
+    mine, out = jax.lax.fori_loop(0, slots.shape[0], sequence, (jnp.concatenate(taken, axis=1)[0], out))
+    for s in range(slots.shape[0]):
+        state = jax.lax.dynamic_update_slice(state, mine[None, s : s + 1], at(s))
+    return out[: v.shape[0]], state
+
+
+def whole(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) -> Array:
+    """Outputs [B, T, Hv, Dv] of whole sequences [B, T, …] from an empty state, which can be differentiated: for training."""
+    B, T, Hv, Dv = v.shape
+    padded = lambda x: jnp.pad(x, [(0, 0), (0, -T % BLOCK)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
+    by_chunk = lambda x: jnp.moveaxis(padded(x).reshape(B, -1, BLOCK, *x.shape[2:]), 1, 0)  # noqa: E731
+    state = jnp.zeros((B, Hv, Dv, k.shape[-1]), jnp.float32)
+    form = jax.vmap(chunk_form)
+    _, out = jax.lax.scan(lambda h, xs: form(h, *xs), state, [by_chunk(x) for x in (q, k, v, log_decay, beta)])
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, Hv, Dv)[:, :T]
 
 
 def window(inputs: Array, slots: Array, end: Array, past: int) -> Array:
@@ -133,6 +171,29 @@ def window(inputs: Array, slots: Array, end: Array, past: int) -> Array:
 def sliding(inputs: Array, count: int, width: int) -> Array:
     """Windows of the convolution, oldest input first: [B, count + width - 1, C] -> [B, count, width, C]."""
     return jnp.stack([inputs[:, w : w + count] for w in range(width)], axis=2)
+
+
+def windows(inputs: Array, before: Array, rows: Rows, begin: Array) -> Array:
+    """Windows of the convolution of the rows of a ragged batch, [T, C] -> [T, width, C]: a sequence's first rows reach back to what
+    came `before` them, [S, width - 1, C]."""
+    T, reach = inputs.shape[0], before.shape[1]
+    size = min(BLOCK, T)
+    count = blocks(T)
+    parts = pad_rows(inputs, count * size).reshape(count, size, -1)
+    tails = jnp.concatenate([jnp.zeros_like(parts[:1, -reach:]), parts[:-1, -reach:]])
+    owner = rows.owner[::BLOCK]
+    first = begin[owner] == jnp.arange(count)
+    inputs = jnp.concatenate([jnp.where(first[:, None, None], before[owner], tails), parts], axis=1)
+    return sliding(inputs, size, reach + 1).reshape(count * size, reach + 1, -1)[:T]
+
+
+def last(inputs: Array, before: Array, begin: Array, n_rows: Array) -> Array:
+    """The last inputs of each sequence of a ragged batch, as many as came `before`: [T, C] -> [S, width - 1, C]."""
+    reach = before.shape[1]
+    number = n_rows[:, None] + jnp.arange(-reach, 0)
+    new = inputs[jnp.clip(begin[:, None] * BLOCK + number, 0, inputs.shape[0] - 1)]
+    old = jnp.take_along_axis(before, jnp.minimum(n_rows[:, None] + jnp.arange(reach), reach - 1)[..., None], axis=1)
+    return jnp.where((number >= 0)[..., None], new, old)
 
 
 def gates(a: Array, b: Array, a_log: Array, dt_bias: Array) -> tuple[Array, Array]:

@@ -8,6 +8,6 @@ arg_specs       named shapes and arguments; tests/test_kernels.py uses them
 bench           `python -m pallas_kernels.paged_attention.bench`: times on a GPU, with the floor and the bar beside each
 """
 
-from pallas_kernels.paged_attention.api import Pages, attend, write
+from pallas_kernels.paged_attention.api import Pages, attend, attend_ragged, write, write_ragged
 
-__all__ = ["Pages", "attend", "write"]
+__all__ = ["Pages", "attend", "attend_ragged", "write", "write_ragged"]

@@ -16,29 +16,26 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.paged_attention import softmax, triton_prefill
+from pallas_kernels.paged_attention import softmax
 from pallas_kernels.paged_attention.rounding import stored
 
 ROWS = 16  # of a tile: what one tensor-core instruction takes
 UNIT = 32  # tokens
 TILES = 2  # that a program holds: more rows are more programs, which find the keys in the cache
 PROGRAMS = 256  # of one sequence, over all heads: two for each multiprocessor of the largest card in mind
-FEW = 32  # rows of a sequence, at most, that are a verify's: more are a prefill chunk
 
 
 def write(pages: Any, layer: int, *args: Any, **tuning: Any) -> Any:
-    return _write(pages, _operand(layer), *args, **tuning)
+    return _write(pages, operand(layer), *args, **tuning)
 
 
 def attend(q: Array, pages: Any, layer: int, *args: Any, first: int | Array, row_group: int, **tuning: Any) -> Array:
-    K = args[-1]
-    run = _attend if K <= FEW else triton_prefill.attend
     hides = not (isinstance(first, int) and first == 0)
     first = jnp.broadcast_to(jnp.asarray(first, jnp.int32), args[1].shape)
-    return run(q, pages, _operand(layer), *args, first=first, hides=hides, **tuning)
+    return _attend(q, pages, operand(layer), *args, first=first, hides=hides, **tuning)
 
 
-def _operand(layer: int) -> Array:
+def operand(layer: int) -> Array:
     """The layer as an operand: a call is traced, lowered and compiled once for all layers."""
     return jnp.full(1, layer, jnp.int32)
 
