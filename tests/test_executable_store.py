@@ -1,6 +1,10 @@
 """Executables on disk: found as long as nothing changed that they depend on, and otherwise never."""
 
 import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
 import uuid
 import warnings
 
@@ -17,6 +21,7 @@ from atlas_jax.decode.executables import Executables
 from atlas_jax.decode.store import ExecutableStore
 from atlas_jax.runtime import Runtime
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = dataclasses.replace(CONFIGS["dense"], layer_types=(LINEAR, FULL))
 ARGS = (jnp.arange(4.0), {"b": np.int32(2)})
 
@@ -79,6 +84,27 @@ def test_the_oldest_go_first(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MOST_BYTES", 2.5 * size)
     assert [get("b"), get("a"), get("c")] == [1, 0, 1]
     assert [get("a"), get("c"), get("b")] == [0, 0, 1]
+
+
+def test_one_device_of_several(tmp_path):
+    """What is loaded runs on the device that it was compiled for, also where there are others."""
+    program = """
+import pathlib, sys, uuid, jax, jax.numpy as jnp
+from atlas_jax.decode.store import ExecutableStore
+store, made = ExecutableStore(pathlib.Path(sys.argv[1]), uuid.uuid4().hex), []
+def compile(function):
+    made.append(function)
+    return jax.jit(function).lower(x).compile()
+for device in jax.devices() * 2:
+    x = jax.device_put(jnp.arange(4.0), device)
+    out = store.get("f", (x,), None, lambda x: 2 * x, compile)(x)
+    assert out.tolist() == [0, 2, 4, 6] and out.devices() == {device}, (out, device)
+print(len(jax.devices()), len(made))
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "2 2\n", done.stderr
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path):
