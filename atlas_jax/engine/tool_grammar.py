@@ -17,7 +17,8 @@ _HELD = {"type", "enum", "const", "title", "description", "default", "examples"}
 _SAYING = {"enum", "const", "anyOf", "oneOf", "allOf", "$ref"}
 _NESTING = 8  # how far references are followed
 _RAW = """
-raw[lazy]: TEXT "\\n</parameter>\\n"
+raw: value "\\n"
+value[lazy]: TEXT "</parameter>"
 TEXT: /(.|\\n)*/
 NAME: /[^<>\\n]{1,128}/
 """
