@@ -28,15 +28,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FLIGHT = r"HAT[0-9]{3} on 2024-05-[0-3][0-9]"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_user_details",
-        "description": "Look a user up.",
-        "parameters": {"type": "object", "properties": {"user_id": {"type": "string"}}, "required": ["user_id"]},
-    },
-}
-
 pytestmark = pytest.mark.long  # compiles everything that formats and log-probabilities need
 
 
@@ -98,6 +89,35 @@ def test_every_format_with_drafts(server):
     assert re.fullmatch(FLIGHT, text)
     drafted += usage.completion_tokens_details.accepted_prediction_tokens
     assert drafted > 0, "no draft was accepted in any of them"
+
+
+def test_strict_calls(server):
+    """Whatever the model would rather write, at any temperature."""
+    client, _ = server
+    parameters = {
+        "type": "object",
+        "properties": {
+            "user_id": {"type": "string"},
+            "cabin": {"enum": ["economy", "business"]},
+            "bags": {"type": "integer"},
+        },
+        "required": ["cabin", "bags"],
+    }
+    tool: Any = {"type": "function", "function": {"name": "book", "parameters": parameters, "strict": True}}
+    ended = 0
+    for seed in range(6):
+        got = client.chat.completions.create(
+            model="tiny-agent", messages=[{"role": "user", "content": "Book me a flight, please."}], tools=[tool], seed=seed,
+            tool_choice="required" if seed % 2 else {"type": "function", "function": {"name": "book"}}, temperature=0.3 * seed,
+            max_tokens=120).choices[0]  # fmt: skip
+        assert got.message.tool_calls
+        for call in got.message.tool_calls if got.finish_reason == "tool_calls" else ():
+            ended += 1
+            assert call.type == "function" and call.function.name == "book"
+            value = json.loads(call.function.arguments)
+            assert value["cabin"] in ("economy", "business") and isinstance(value["bags"], int)
+            assert set(value) <= {"user_id", "cabin", "bags"}
+    assert ended
 
 
 def test_sampled_formats(server):
