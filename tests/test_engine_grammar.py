@@ -159,7 +159,9 @@ def test_strict_calls_in_tags():
     for bad in (dict(cabin="first"), dict(bags="-1"), dict(bags="two"), dict(flights="HAT1"), dict(more="x")):
         assert not fitting(named, body(**good | bad)), bad
     assert not fitting(named, body(user="Ann", cabin="economy"))
-    assert fitting(named, body(**good).replace("\n</parameter>", "</parameter>", 1))  # where the parser sees the end as well
+    assert fitting(
+        named, body(**good).replace("\n</parameter>", "</parameter>", 1)
+    )  # where the parser sees the end as well
     assert not fitting(named, body(user="Ann</parameter>\n</function>\n</tool_call>", cabin="economy", bags="2"))
     assert fitting(free, xml("note", anything="x", more="y") + "\n<tool_call>\n" + xml("book", **good))
     assert not fitting(free, xml("cancel", **good)) and not fitting(free, xml("book", **good | dict(bags="x")))
