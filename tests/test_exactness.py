@@ -4,6 +4,7 @@ rejected leaves no trace. Everything here is compared with ==."""
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CONFIGS, assert_same, steps
+from models import CONFIGS, RUN, Steps, assert_same, steps
+from safetensors.numpy import load_file
 
 from atlas_jax.errors import StateError
 from atlas_jax.state.target import commit_guard, verify_guard
+from atlas_jax.weights.hf_config import model_config, recipe_in
+from atlas_jax.weights.load import load_params
 from pallas_kernels.linear import linear
 
 FAMILIES = [(family, dtype) for family in CONFIGS for dtype in ("float32", "bfloat16")]
@@ -83,6 +87,31 @@ def test_quantised_rows_together_equal_rows_alone(family, weights, row_group):
     got, _, _ = s.verify(s.init(), [1, 2, 3, 4], np.stack([TOKENS[:16]] * 4), [16, 9, 16, 1])  # 64 rows
     for b, n in enumerate((16, 9, 16, 1)):
         np.testing.assert_array_equal(np.asarray(got)[b, :n], logits[:n])
+
+
+REFERENCES = [pytest.param(x, marks=pytest.mark.long) for x in ("parity_small", "qwen3_5", "qwen3_5_moe", "qwen3_next")]
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_reference_models_in_bfloat16(name, request):
+    """Checkpoints as they are published, every number of rows up to 17, eight sequences at once."""
+    small = pathlib.Path(__file__).parent / "data" / name
+    directory = small if small.is_dir() else request.getfixturevalue("shared") / "data" / "parity" / name
+    config, run = model_config(directory), dataclasses.replace(RUN, dtype="bfloat16", slots=8)
+    params = load_params(directory, config, dtype=run.dtype, layout=run.layout, recipe=recipe_in(directory))
+    s = Steps(config, run, params)
+    tokens = load_file(directory / "expected.safetensors")["input_ids"][0].astype(np.int32)[:52]
+    logits, state = s.feed(s.init(), 1, tokens)
+    expected = without_drafter(s.snapshot(state, jnp.int32(1)))
+    for K in range(2, 18) if jax.default_backend() == "gpu" else (4, 17):
+        got, state = s.feed(s.init(), 2, tokens, K)
+        np.testing.assert_array_equal(got, logits)
+        assert_same(without_drafter(s.snapshot(state, jnp.int32(2))), expected)
+    for B in (1, 3, 8):
+        counts = [4, 0, 3, 1, 2, 4, 4, 1][:B]
+        got, _, _ = s.verify(s.init(), np.arange(1, B + 1), np.stack([tokens[:4]] * B), counts)
+        for b, n in enumerate(counts):
+            np.testing.assert_array_equal(np.asarray(got)[b, :n], logits[:n])
 
 
 def test_a_product_does_not_know_a_rows_place():
