@@ -37,7 +37,7 @@ NEWEST_INSTALL = $(UV) pip install --quiet --python $(NEWEST)
 # The tests that say whether the kernels are right and rows exact, run with the kernels. Each worker takes a part of the card's memory.
 test-gpu:
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_MEM_FRACTION=0.08 PYTHONPATH=. $(GPU_PYTHON) -m pytest -n 8 --dist worksteal \
-		-p no:benchmark -W ignore::DeprecationWarning tests/test_exactness.py tests/test_ragged.py tests/test_kernels.py $(ARGS)
+		-p no:benchmark -W ignore::DeprecationWarning tests/test_exactness.py tests/test_ragged.py tests/test_kernels.py tests/test_w4a16.py $(ARGS)
 
 test-newest-jax: .venv/.made
 	@$(UV) venv --quiet --clear --python $(BIN)/python .venv-newest
