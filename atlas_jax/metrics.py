@@ -214,6 +214,13 @@ class Acceptance:
             table.add_section()
         return table
 
+    def __repr__(self) -> str:
+        places = [self._position(i) for i in range(self._places())]
+        rates = [
+            f"draft {p['draft']}: {p['accepted']} of {p['reached']} ({_percent(p['conditional'])} %)" for p in places
+        ]
+        return f"<Acceptance: {self.summary()}{', of those reached: ' if rates else ''}{', '.join(rates)}>"
+
     def summary(self) -> str:
         drafts = f"{self.drafts_accepted} of {self.drafted} drafts accepted" if self.drafted else "no drafts"
         return f"{self.emitted} tokens in {self.steps} steps ({self.tokens_per_step:.2f} a step), {drafts}"

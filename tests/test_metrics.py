@@ -82,6 +82,15 @@ def test_the_table_names_both_rates():
     assert "66.7" in text and "conditional" in text and "8 tokens in 4 steps (2.00 a step), 4 of 8 drafts" in text
 
 
+def test_it_reads_as_one_line():
+    line = "<Acceptance: 8 tokens in 4 steps (2.00 a step), 4 of 8 drafts accepted, of those reached: "
+    line += "draft 1: 2 of 3 (66.7 %), draft 2: 1 of 2 (50.0 %), draft 3: 1 of 1 (100.0 %)>"
+    assert repr(counted(EXAMPLE)) == str(counted(EXAMPLE, M=8)) == line
+    assert repr(counted([([5, 6], [1, 6, 7])])).endswith("draft 1: 0 of 1 (0.0 %), draft 2: 0 of 0 (– %)>")
+    assert repr(Acceptance.zero(3)) == "<Acceptance: 0 tokens in 0 steps (0.00 a step), no drafts>"
+    assert "\n" not in str(counted(EXAMPLE).by_source()) + str(counted(EXAMPLE).by_context())
+
+
 def test_counts_of_another_form_are_refused():
     for shape in ((3,), (8, 4, 5, 1), (1, 4, 5, 6)):
         with pytest.raises(ValueError, match="axes"):
