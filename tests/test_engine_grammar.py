@@ -118,10 +118,10 @@ def test_json_may_be_laid_out_but_not_padded():
     schema = Grammar("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "array"}}}))
     value = {"a": [1, {"b": [2]}]}
     texts = [json.dumps(value), json.dumps(value, separators=(",", ":"))]
-    texts += [json.dumps(value, indent=indent) for indent in (2, 4, "\t")]
+    texts += [json.dumps(value, indent=indent) for indent in (1, 2, "\t")] + [json.dumps({"a": [1]}, indent=4)]
     for grammar in (schema, Grammar("json_object")):
         assert all(fitting(grammar, text) for text in texts)
-        assert not any(fitting(grammar, text) for text in ('{"a"  :[]}', '{\n\n"a":[]}'))
+        assert not any(fitting(grammar, text) for text in ('{"a"  :[]}', '{\n\n"a":[]}', '{"a":[]\n         }'))
 
 
 TOOLS = {
