@@ -248,7 +248,8 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     given = draft_head_options.given(args)
     if isinstance(args.drafts, int) and args.drafts > 7:
         given["max_drafts"] = args.drafts
-    for name in ("drafter_context", "refeed", "prefix_cache", "slots", "kv_dtype", "weights", "keep_executables"):
+    names = ("drafter_context", "refeed", "prefix_cache", "slots", "kv_dtype", "weights", "keep_executables")
+    for name in (*names, *serve_command.RUN_FIELDS):
         if (value := getattr(args, name, None)) is not None:
             given[name] = value
     runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=args.max_length, progress=progress, **given)

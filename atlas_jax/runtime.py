@@ -377,8 +377,8 @@ class Runtime:
             or not 0 <= drafts <= self.run.max_drafts
         ):
             raise RequestError(
-                f"drafts must be 'auto' or an integer in 0 … {self.run.max_drafts} (load with a larger max_drafts for more), "
-                f"got {drafts!r}"
+                f"drafts must be 'auto' or an integer in 0 … {self.run.max_drafts}, got {drafts!r}; "
+                "the most is set when the model is loaded: load(…, max_drafts=N), serve --max-drafts N"
             )
         if isinstance(drafter, OracleChain):
             self._check_oracle(drafter, int(drafts), options)

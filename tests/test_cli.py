@@ -114,6 +114,18 @@ def test_what_carries_over_is_a_setting(fake, run, monkeypatch):
     assert [fake.loaded[1][name] for name in settings] == ["blind", False, False]
 
 
+def test_how_a_served_model_is_run(fake):
+    from atlas_jax import cli
+    from atlas_jax.terminal import Progress
+
+    line = "--http :0 --max-drafts 12 --prefill-chunk 512 --kv-pages 40 --host-snapshot-bytes 1000000"
+    cli.load(cli.parser().parse_args(["serve", "m", *line.split()]), Progress())
+    want = dict(max_drafts=12, prefill_chunk=512, kv_pages=40, host_snapshot_bytes=1000000)
+    assert {name: fake.loaded[1][name] for name in want} == want
+    cli.load(cli.parser().parse_args(["serve", "m", "--http", ":0", "--drafts", "9"]), Progress())
+    assert fake.loaded[1]["max_drafts"] == 9 and not {*want} & {*fake.loaded[1]} - {"max_drafts"}
+
+
 def test_heads_to_draft_with(fake, run):
     """Of every command that loads a model which drafts."""
     line = "--draft-head int4 --draft-vocabulary 99".split()

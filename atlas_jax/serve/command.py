@@ -16,6 +16,12 @@ from atlas_jax.errors import ConfigError
 from atlas_jax.terminal import Progress as Bars
 
 PROGRESS_S = 5.0
+RUN_FIELDS = {  # of `RunConfig`, which has their defaults
+    "max_drafts": ("N", "the most drafts that a request may ask for (default: 7, or --drafts)"),
+    "prefill_chunk": ("N", "tokens of a prompt that are computed between two rounds of the others (default: 256)"),
+    "kv_pages": ("N", "pages for keys and values (default: as many as all slots can fill)"),
+    "host_snapshot_bytes": ("BYTES", "host memory for snapshots that the device has no room for (default: none)"),
+}
 EXTRA = "serving needs further packages: pip install 'atlas-jax[serve]'"
 
 
@@ -55,6 +61,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--drain-timeout", type=float, default=60.0, metavar="S", help="for answers to end after SIGTERM (default: 60)"
     )
+    for name, (letter, text) in RUN_FIELDS.items():
+        limits.add_argument(f"--{name.replace('_', '-')}", type=int, metavar=letter, help=text)
     starting = command.add_argument_group("what is compiled before the first request")
     starting.add_argument(
         "--warm-up",
