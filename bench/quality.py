@@ -1,12 +1,13 @@
 """What rounding weights to four bits does to a model: perplexity, and how often the MTP head's first draft is right.
 
-    python bench/quality.py --conversations tau_airline.jsonl [--model tiny-agent] [--tokens N] [--count N] [--only TEXT] [--heads]
+    python bench/quality.py [--conversations FILE.jsonl] [--model tiny-agent] [--tokens N] [--count N] [--only TEXT] [--heads]
 
-Held-out conversations are read from their beginning up to --tokens, float32 activations; what they have in common (the policy and
-the tools, which the model knows by heart) is not counted. The first draft is right where the head's likeliest token after (token
-p + 1, hidden p) is the target's likeliest token after token p + 1; `p1` is the share of such positions, the unconditional
-acceptance of draft 1 on this text. Calibration goes by eight of the other conversations, as `atlas-jax convert` takes them, or by
-what the model itself writes.
+Conversations that tiny-agent was not trained on (those of the packaged file, also where FILE has others beside them; all of a
+FILE that has none of them) are read from their beginning up to --tokens, float32 activations; what they have in common (the
+policy and the tools, which the model knows by heart) is not counted. The first draft is right where the head's likeliest
+token after (token p + 1, hidden p) is the target's likeliest token after token p + 1; `p1` is the share of such positions,
+the unconditional acceptance of draft 1 on this text. Calibration goes by eight of FILE's other conversations, as `atlas-jax
+convert` takes them (left out where there are none), or by what the model itself writes.
 
 --heads leaves the weights alone and compares the heads that drafts can be chosen with (`draft_head`, `draft_vocabulary`).
 """
@@ -26,13 +27,13 @@ import numpy as np
 
 from atlas_jax.config import RunConfig
 from atlas_jax.convert_command import calibration_texts, own_texts
+from atlas_jax.errors import AtlasError, RequestError
+from atlas_jax.experiment.conversations import HELD_OUT, HELD_OUT_TOOLS, read_conversations
 from atlas_jax.models import HybridModel
 from atlas_jax.models.attention import causal_attention
 from atlas_jax.models.draft_head import with_draft_head
 from atlas_jax.text.chat import render_chat
 from atlas_jax.text.tokenizer import load_tokenizer
-from atlas_jax.train.conversations import held_out, load_conversations
-from atlas_jax.train.corpus import ASSETS
 from atlas_jax.weights.convert import convert
 from atlas_jax.weights.hf_config import recipe_in
 from atlas_jax.weights.load import load_params
@@ -69,28 +70,44 @@ def measure(model: HybridModel, tokens: jax.Array, first: int) -> tuple[jax.Arra
 
 
 class Text:
-    """Conversations to measure on, and those to calibrate with."""
+    """Conversations to measure on, and those to calibrate with.
+
+    Raises:
+        RequestError: the file cannot be read, or fewer than two of its conversations are long enough.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.source = args, resolve(args.model)
         if self.source.directory is None or (tokenizer := load_tokenizer(self.source.directory)) is None:
-            raise SystemExit(f"{args.model} has no tokenizer")
-        talks = load_conversations(args.conversations)
-        self.tools: Any = json.loads((ASSETS / "airline_tools.json").read_text())
-        chats = (
-            render_chat(tokenizer, talks[name], tools=self.tools, add_generation_prompt=False)
-            for name in held_out(talks)[: args.count]
-        )
-        ids = [np.asarray(tokenizer.encode(chat)[: args.tokens], np.int32) for chat in chats]
-        self.texts = [x for x in ids if len(x) == args.tokens]
+            raise RequestError(f"{args.model} has no tokenizer")
+        talks = read_conversations(args.conversations, json.loads(HELD_OUT_TOOLS.read_text()))
+        tasks = {_task(talk.name) for talk in read_conversations(HELD_OUT)}
+        held_out = [talk for talk in talks if _task(talk.name) in tasks] or talks
+        self.others = [talk for talk in talks if talk not in held_out]
+        self.texts: list[np.ndarray] = []
+        for talk in held_out[: args.count]:
+            messages = [*talk.messages]
+            while messages and messages[-1]["role"] == "user":  # which nobody answers
+                messages.pop()
+            chat = render_chat(tokenizer, messages, tools=talk.tools, add_generation_prompt=False)
+            ids = np.asarray(tokenizer.encode(chat)[: args.tokens], np.int32)
+            self.texts += [ids] if len(ids) == args.tokens else []
+        if len(self.texts) < 2:
+            raise RequestError(
+                f"{args.conversations}: {len(self.texts)} of the first {args.count} conversations have {args.tokens} "
+                "tokens, and two are needed; lower --tokens or raise --count"
+            )
         self.first = int(np.argmin((np.stack(self.texts) == self.texts[0]).all(0)))  # where they begin to differ
-        self.known = set(talks) - set(held_out(talks))
 
     def to_calibrate(self, folder: pathlib.Path) -> list[np.ndarray]:
         path = folder / "known.jsonl"
-        lines = pathlib.Path(self.args.conversations).read_text().splitlines()
-        path.write_text("\n".join(line for line in lines if json.loads(line)["id"] in self.known))
-        return calibration_texts(self.args.model, str(path), self.tools)
+        path.write_text("\n".join(json.dumps(dict(messages=talk.messages, tools=talk.tools)) for talk in self.others))
+        return calibration_texts(self.args.model, str(path))
+
+
+def _task(name: str) -> str:
+    """Of a conversation called `airline-<task>-<trial>`: all trials of a task were held out together."""
+    return name.rpartition("-")[0]
 
 
 class Report:
@@ -119,6 +136,9 @@ def compare_weights(text: Text, report: Report) -> None:
     assert text.source.directory is not None
     for name, (scheme, how) in SCHEMES.items():
         if how and text.args.only not in name:
+            continue
+        if how == "calibrated" and not text.others:
+            print(f"{name:32} left out: there are no conversations beside those measured on", flush=True)
             continue
         with tempfile.TemporaryDirectory() as folder:
             path = text.source.directory
@@ -153,14 +173,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Perplexity and MTP acceptance of rounded weights and of cheaper heads."
     )
-    parser.add_argument("--conversations", required=True)
+    parser.add_argument("--conversations", default=str(HELD_OUT), metavar="FILE.jsonl", help='{"messages": […]} a line')
     parser.add_argument("--model", default="tiny-agent")
     parser.add_argument("--tokens", type=int, default=3328)
     parser.add_argument("--count", type=int, default=6)
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows with TEXT in their names")
     parser.add_argument("--heads", action="store_true", help="compare heads to draft with instead of weights")
     args = parser.parse_args()
-    text = Text(args)
+    try:
+        text = Text(args)
+    except AtlasError as error:
+        raise SystemExit(f"quality: {error}") from None
     device = jax.devices()[0].device_kind
     print(f"{len(text.texts)} conversations, tokens {text.first} to {args.tokens}, {device}", flush=True)
     (compare_heads if args.heads else compare_weights)(text, Report(text))

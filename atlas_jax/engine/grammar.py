@@ -16,9 +16,8 @@ from atlas_jax.runtime import Runtime
 
 KINDS = ("json_schema", "json_object", "regex", "tool_call")
 MAX_SOURCE = 1 << 18  # characters
-# Between the parts of JSON: one space, or one line break with a little indentation, alike at every depth, since llguidance takes one
-# pattern. JSON allows any number of them, and a model that is unsure what comes next writes them until its answer is
-# full.
+# Between the parts of JSON: one space, or one line break with a little indentation, alike at every depth, since llguidance takes
+# one pattern. JSON allows any number of them, and a model that is unsure what comes next writes them until its answer is full.
 WHITESPACE: Any = {"whitespace_pattern": r"[ ]|\r?\n[ ]{0,8}|\n\t{1,4}"}
 log = logging.getLogger(__name__)
 
