@@ -6,11 +6,12 @@ import argparse
 import functools
 import json
 import pathlib
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from atlas_jax.errors import ConfigError, RequestError
-from atlas_jax.terminal import Progress, note
+from atlas_jax.terminal import Progress, say
 from atlas_jax.weights.quantised.scheme import INT4_GROUPS, NVFP4, Scheme
 
 if TYPE_CHECKING:
@@ -55,8 +56,23 @@ def run(args: argparse.Namespace) -> int:
             texts = functools.partial(own_texts, args.model, progress=progress)
         elif args.calibrate is not None:
             texts = functools.partial(calibration_texts, args.model, args.calibrate, tools)
-        convert(args.model, args.out, scheme, head=args.head, search=args.search, texts=texts, progress=progress)
-    note(f"{args.out}: {args.model} in {scheme.name}")
+        before, after = convert(
+            args.model,
+            args.out,
+            scheme,
+            head=args.head,
+            search=args.search,
+            texts=texts,
+            progress=functools.partial(progress.stage, "rounding"),
+            calibrating=functools.partial(progress.stage, "calibrating"),
+        )
+    how = {None: "not calibrated", OWN: "calibrated with its own text"}.get(args.calibrate)
+    how = how or f"calibrated with {args.calibrate}"
+    say(
+        f"{args.out}: {args.model} in {scheme.name}, {how}; {before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now",
+        "\n",
+    )
+    say(f"load it by this path: atlas_jax.load({args.out!r}), or atlas-jax generate {shlex.quote(args.out)} …", "\n")
     return 0
 
 
@@ -111,7 +127,9 @@ def calibration_texts(
     return [np.asarray(ids[-tokens:], np.int32) for ids in long[:: max(len(long) // count, 1)][:count]]
 
 
-def own_texts(model: str, count: int = TEXTS, tokens: int = TOKENS // 2, progress: Any = None) -> list[np.ndarray]:
+def own_texts(
+    model: str, count: int = TEXTS, tokens: int = TOKENS // 2, progress: Progress | None = None
+) -> list[np.ndarray]:
     """Token ids of texts that the model itself writes: each goes on, sampled as the model has it, from how its chats begin and one
     random token, so that no two are alike.
 
@@ -133,6 +151,8 @@ def own_texts(model: str, count: int = TEXTS, tokens: int = TOKENS // 2, progres
     first = np.random.default_rng(0).choice(words, count, replace=False)
     options = dict(drafter="none", temperature=1.0, seed=0, ignore_eos=True, max_tokens=tokens - len(start) - 1)
     prompts = [[*start, int(token)] for token in first]
+    if progress is not None:
+        progress.stage("the model writes text")
     written = runtime.generate(prompts, **options)
     return [np.array([*prompt, *answer.token_ids], np.int32) for prompt, answer in zip(prompts, written, strict=True)]
 

@@ -102,6 +102,11 @@ class Progress:
         else:
             self._show("loading", f"loading {(total or event) / 1e6:,.0f} MB", event, total)
 
+    def stage(self, name: str, done: int | None = None, total: int | None = None) -> None:
+        """How far something else is, or that it has begun."""
+        if sys.stderr.isatty():
+            self._show(name, name, done, total)
+
     def _show(self, kind: str, description: str, done: int | None, total: int | None) -> None:
         if self._bars is None:
             from rich.console import Console

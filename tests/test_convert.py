@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -65,10 +66,14 @@ def test_rounding_is_to_the_nearest(scheme):
     ("options", "name"),
     [(["int4", "--group", "32"], "int4-g32"), pytest.param(["nvfp4"], "nvfp4", marks=pytest.mark.long)],
 )
-def test_a_converted_model_holds_what_rounding_gives(tmp_path, options, name):
+def test_a_converted_model_holds_what_rounding_gives(tmp_path, capsys, options, name):
     out = tmp_path / "out"
     assert main(["convert", str(SMALL), str(out), "--weights", *options]) == 0
+    what, how = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"{out}: {SMALL} in {name}, not calibrated; [\d.]+ MB before, [\d.]+ MB now", what)
+    assert f"atlas_jax.load('{out}')" in how
     report = inspect_model(out)
+    assert report.calibrated is False and f"({name}), not calibrated" in report.text()
     assert report.refused == () and report.quantised == f"compressed-tensors ({name})" and report.unused == ()
     config = model_config(out)
     assert config == model_config(SMALL)
@@ -100,8 +105,10 @@ def test_calibration_makes_products_err_less():
 @pytest.mark.long
 def test_the_inputs_of_every_linear_layer_are_seen(tmp_path):
     texts = [np.arange(3, 60, dtype=np.int32)]
-    convert(SMALL, tmp_path / "out", Scheme("int4", 32), texts=lambda: texts)
-    assert inspect_model(tmp_path / "out").refused == ()
+    seen = []
+    convert(SMALL, tmp_path / "out", Scheme("int4", 32), texts=lambda: texts, calibrating=lambda *n: seen.append(n))
+    assert inspect_model(tmp_path / "out").refused == () and inspect_model(tmp_path / "out").calibrated
+    assert seen == [(0, 1), (1, 1)]
     config = model_config(SMALL)
     params = load_params(SMALL, config, dtype="float32", layout="layers")
     found = input_moments(config, params, texts)

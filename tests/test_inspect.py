@@ -43,7 +43,7 @@ def test_quantised_weights_are_named_and_other_schemes_refused(tmp_path):
     source = pathlib.Path(__file__).parent / "data" / "quantised" / "ct_int4_g32"
     report = inspect_model(source)
     assert report.refused == () and report.quantised == "compressed-tensors (int4-g32)" and report.unused == ()
-    assert "quantised    compressed-tensors (int4-g32)" in report.text()
+    assert "quantised    compressed-tensors (int4-g32)\n" in report.text() and report.calibrated is None
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "hqq"}
     (tmp_path / "config.json").write_text(json.dumps(config))

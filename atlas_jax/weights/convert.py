@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.weights.checkpoint import INDEX, SINGLE, Checkpoint, read_json
-from atlas_jax.weights.hf_config import parse
+from atlas_jax.weights.hf_config import CONVERSION, parse
 from atlas_jax.weights.load import check, load_params
 from atlas_jax.weights.names import Leaf, plan
 from atlas_jax.weights.presets import PACKAGED
@@ -44,7 +44,8 @@ def convert(
     search: bool = False,
     texts: Callable[[], Sequence[np.ndarray]] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> None:
+    calibrating: Callable[[int, int], None] | None = None,
+) -> tuple[int, int]:
     """Writes the model in `source` to the new folder `target` with the layers' linear weights rounded to `scheme`. Embedding,
     norms, gates, the linear layers' two small projections and the drafter stay as they are, and so does the head unless
     `head` says so.
@@ -54,6 +55,10 @@ def convert(
         texts: gives token ids of texts to calibrate with (see `quantised.calibration`; int4, the dense layers only): errors of
             rounding are made up for as far as these texts allow. The model is run over them. Called when all else is checked.
         progress: called with the bytes read so far and in all.
+        calibrating: called with the texts seen so far and in all.
+
+    Returns:
+        Bytes of the weights before and after.
 
     Raises:
         CheckpointError: the source cannot be loaded or is quantised already, or the target is there or cannot be written; nothing
@@ -83,7 +88,7 @@ def convert(
     moments: dict[str, np.ndarray] = {}
     if texts:
         params = load_params(folder, parsed.config, dtype="float32", layout="layers")
-        found = input_moments(parsed.config, params, texts())
+        found = input_moments(parsed.config, params, texts(), calibrating)
         moments = {
             name: found[leaf.path[0], leaf.path[1], i]
             for leaf in leaves
@@ -94,6 +99,7 @@ def convert(
             for name in part.names
         }
     config = read_json(folder / "config.json") | quantization_config(scheme, head)
+    config[CONVERSION] = {"calibrated": texts is not None}
     try:
         out.mkdir(parents=True, exist_ok=True)
         try:
@@ -109,6 +115,8 @@ def convert(
             raise
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{out}: cannot be written ({error})") from error
+    before = sum(entry.nbytes for entry in checkpoint.entries.values())
+    return before, sum(file.stat().st_size for file in out.glob("*.safetensors"))
 
 
 def _divided(checkpoint: Checkpoint, wanted: Iterable[str], scheme: Scheme) -> None:

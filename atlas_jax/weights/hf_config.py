@@ -15,6 +15,7 @@ from atlas_jax.weights.quantised.recipe import Recipe, recipe_of
 from atlas_jax.weights.safetensors import short
 
 # model_type of the file -> that of `ModelConfig`. Without _text, a wrapper around a text model and a vision tower.
+CONVERSION = "atlas_jax_conversion"  # what `convert` did that a quantization_config has no field for
 TYPES = {
     "qwen3_next": "qwen3_next",
     "qwen3_5": "qwen3_5",

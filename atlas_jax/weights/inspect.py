@@ -14,8 +14,8 @@ import jax
 from atlas_jax import state as states
 from atlas_jax.config import FULL, LINEAR, ModelConfig, RunConfig
 from atlas_jax.errors import AtlasError, CheckpointError
-from atlas_jax.weights.checkpoint import Checkpoint
-from atlas_jax.weights.hf_config import parse
+from atlas_jax.weights.checkpoint import Checkpoint, read_json
+from atlas_jax.weights.hf_config import CONVERSION, parse
 from atlas_jax.weights.load import check
 from atlas_jax.weights.names import is_ignored, plan
 from atlas_jax.weights.presets import PACKAGED, SHAPE, parameter_shapes, preset_config
@@ -37,6 +37,7 @@ class Report:
         drafter: the multi-token-prediction head: "present", "declared, but not in the weights" or "absent".
         refused: why the model cannot be loaded; empty if it can.
         quantised: how the weights are quantised, or None.
+        calibrated: whether `atlas-jax convert` calibrated its rounding; None where config.json does not say.
         unused: tensors beside quantised weights that are not loaded: scales of activations and of a quantised KV cache.
     """
 
@@ -51,6 +52,7 @@ class Report:
     drafter: str
     refused: tuple[str, ...]
     quantised: str | None = None
+    calibrated: bool | None = None
     unused: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,7 +74,8 @@ class Report:
             lines.append(f"stored       {_bytes(sum(self.stored_bytes.values()))}{ignored}")
             lines += [f"  {dtype:<18} {_bytes(size):>9}" for dtype, size in self.stored_bytes.items()]
         if self.quantised:
-            lines.append(f"quantised    {self.quantised}")
+            how = {None: "", True: ", calibrated", False: ", not calibrated"}[self.calibrated]
+            lines.append(f"quantised    {self.quantised}{how}")
         if self.unused:
             lines.append(f"not used     {some(self.unused, 4)}")
         if self.state_bytes:
@@ -113,7 +116,13 @@ def inspect_model(name_or_path: str | pathlib.Path) -> Report:
     drafter = "present" if found else "declared, but not in the weights" if declared else "absent"
     report = _report(name, config, checkpoint, drafter, tuple(refused))
     how = parsed.recipe.name if parsed and parsed.recipe else None
-    return dataclasses.replace(report, quantised=how, unused=left)
+    return dataclasses.replace(report, quantised=how, calibrated=_calibrated(directory) if how else None, unused=left)
+
+
+def _calibrated(directory: pathlib.Path) -> bool | None:
+    about = read_json(directory / "config.json").get(CONVERSION)
+    found = about.get("calibrated") if isinstance(about, dict) else None
+    return found if isinstance(found, bool) else None
 
 
 def _attempt[T](step: Callable[[], T], refused: list[str]) -> T | None:

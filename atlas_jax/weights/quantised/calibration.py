@@ -4,7 +4,7 @@ is taken up by the inputs that are still to come, as far as they go together on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,12 +23,18 @@ DAMPING = 0.01  # of the mean diagonal, added to it: inputs that calibration har
 Moments = dict[tuple[str, str, int], np.ndarray]
 
 
-def input_moments(config: ModelConfig, params: Any, texts: Sequence[np.ndarray]) -> Moments:
+def input_moments(
+    config: ModelConfig,
+    params: Any,
+    texts: Sequence[np.ndarray],
+    progress: Callable[[int, int], None] | None = None,
+) -> Moments:
     """E[x xᵀ] of what each linear layer's weight is multiplied with: (block, weight, layer) -> float64 [K, K]. The model runs once
     over each text.
 
     Args:
         params: plain weights in layout "layers"; the experts of a mixture are left out.
+        progress: called with the texts seen so far and in all.
     """
     model = HybridModel(config, jnp.dtype("float32"), "layers")
     longest = max(len(text) for text in texts)
@@ -57,11 +63,15 @@ def input_moments(config: ModelConfig, params: Any, texts: Sequence[np.ndarray])
         return out
 
     found: Moments = {}
-    for text in texts:
+    for number, text in enumerate(texts):
+        if progress is not None:
+            progress(number, len(texts))
         tokens = np.zeros(longest, np.int32)  # what follows a text changes nothing of it
         tokens[: len(text)] = text
         for key, value in jax.device_get(sums(params, tokens, len(text))).items():
             found[key] = found.get(key, 0) + value.astype(np.float64)
+    if progress is not None:
+        progress(len(texts), len(texts))
     count = sum(len(text) for text in texts)
     return {key: value / count for key, value in found.items()}
 
