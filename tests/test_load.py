@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.errors import CheckpointError
+from atlas_jax.settings import row_group_on_gpu
 from atlas_jax.weights.hf_config import model_config
 from atlas_jax.weights.load import load_params
 from atlas_jax.weights.names import plan
@@ -241,3 +242,8 @@ def test_any_single_lost_tensor_is_named(tmp_path):
             load(tmp_path, config)
         assert f"missing tensors: {lost}" in str(error.value)
         save_file(shards[file], tmp_path / file)
+
+
+def test_a_gpus_row_group_holds_all_rows_of_a_dispatch_up_to_64():
+    groups = {rows: row_group_on_gpu(rows) for rows in (1, 8, 16, 17, 32, 33, 64, 500)}
+    assert groups == {1: 16, 8: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 500: 64}
