@@ -9,6 +9,7 @@ import functools
 import gc
 import itertools
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from models import CONFIGS, RUN, params_of
 from atlas_jax.cache.pages import PagePool
 from atlas_jax.completion import Delta
 from atlas_jax.config import FULL, LINEAR
+from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.group import Group
 from atlas_jax.engine import warm_up
 from atlas_jax.engine.api import (
@@ -529,6 +531,23 @@ def test_what_is_not_compiled_in_time_is_compiled_beside_the_requests(monkeypatc
         assert len(ticket.result(300).token_ids) == 3
     with pytest.raises(ConfigError, match="there are answers, logprobs, grammars, scores"):
         EngineConfig(warm_up=("everything",))
+
+
+def test_what_the_first_request_of_a_kind_waits_for_is_told(monkeypatch, caplog):
+    caplog.set_level("INFO", warm_up.__name__)
+    monkeypatch.setattr(warm_up, "dispatches", lambda *args, **more: [lambda: None])
+    monkeypatch.setattr(runtime().loop, "compile_score", lambda *_: None)
+    compiled = warm_up.Compiled(runtime().loop, (4,), threading.Condition())
+    kind = warm_up.Kind(NoDrafter(), 0, logged=True, guided=True)
+    while not compiled.ready(kind):
+        time.sleep(0.01)
+    compiled.close()
+    for top in (False, True, False):
+        compiled.prepare_score(top)
+    began, ready, *scores = (record.getMessage() for record in caplog.records)
+    assert "(drafter none, drafts 0, log-probabilities, a format), which waits" in began
+    assert re.fullmatch(r"compiled in \d+\.\d s: drafter none, .*", ready)
+    assert len(scores) == 4 and compiled.late == 3
 
 
 def test_a_warm_up_that_fails_is_told_at_the_start(monkeypatch):

@@ -163,6 +163,7 @@ class EngineStats:
         dispatches: of rounds, since the start.
         pages, pages_free: of the pool; pages that the prefix cache could give up are not counted as free.
         cache: the prefix cache.
+        compiled_late: kinds of requests whose executables were compiled when first asked for, or are being so.
         in_flight: a line for each request that has a slot: id, prompt and answer tokens, seconds since it was submitted.
     """
 
@@ -185,6 +186,7 @@ class EngineStats:
     cache: CacheStats
     uptime_s: float
     in_flight: list[InFlight]
+    compiled_late: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -217,6 +217,7 @@ class Engine:
                 pages=cache.pages,
                 pages_free=cache.pages_free,
                 cache=cache,
+                compiled_late=worker.compiled.late if worker else 0,
                 **(figures or Figures(now)).reading(now),
             )
 

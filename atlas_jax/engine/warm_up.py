@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
+import logging
 import threading
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from atlas_jax.decode.drafters import NoDrafter
@@ -18,6 +21,7 @@ from atlas_jax.engine.api import EngineConfig, EngineStopping
 from atlas_jax.errors import ConfigError
 
 Drafts = int | Literal["auto"]
+log = logging.getLogger(__name__)
 
 
 def buckets(config: EngineConfig, slots: int) -> tuple[int, ...]:
@@ -38,6 +42,11 @@ class Kind(NamedTuple):
     logged: bool = False
     guided: bool = False
 
+    def __str__(self) -> str:
+        parts = [f"drafter {self.drafter.name}, drafts {self.drafts}"]
+        parts += ["log-probabilities"] if self.logged else []
+        return ", ".join([*parts, "a format"] if self.guided else parts)
+
 
 class Compiled:
     """Which kinds of dispatches are compiled, for every number of sequences. A kind that is not is compiled in another thread
@@ -49,6 +58,8 @@ class Compiled:
         self._shapes = loop.shapes(NoDrafter())
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "atlas-jax-compile")
         self._begun: list[concurrent.futures.Future[object]] = []
+        self._scores: set[bool] = set()
+        self.late = 0  # kinds that were compiled when they were first asked for
 
     def warm_up(self, drafter: Drafter, drafts: Drafts, wanted: Collection[str], limit_s: float | int | None) -> None:
         """Compiles, several executables at once, what requests with this drafter need of what is `wanted` (see
@@ -65,7 +76,7 @@ class Compiled:
             parts[kind] = slice(begin_at, len(jobs))
             jobs += self.loop.preparations() if i == 0 else []  # every request needs them
         if "scores" in wanted:
-            jobs += [functools.partial(self.prepare_score, top) for top in (False, True)]
+            jobs += [functools.partial(self._compile_score, top) for top in (False, True)]
         progress = self.loop.executables.progress
         self._begun = begin(jobs, progress)
         for kind, part in parts.items():
@@ -92,7 +103,7 @@ class Compiled:
                 self._jobs[kind] = failed = concurrent.futures.Future()
                 failed.set_exception(error)
                 return True
-            self._jobs[kind] = self._threads.submit(self._compile, wanted)
+            self._jobs[kind] = self._threads.submit(self._compile, kind, wanted)
             self._jobs[kind].add_done_callback(self._tell)
         return self._jobs[kind].done()
 
@@ -114,7 +125,12 @@ class Compiled:
 
     def prepare_score(self, top: bool) -> None:
         """Compiles what a score needs, in the caller's thread."""
+        with contextlib.nullcontext() if top in self._scores else self._told("scores"):
+            self._compile_score(top)
+
+    def _compile_score(self, top: bool) -> None:
         self.loop.compile_score(self.n_top(top) or 0, self._shapes)
+        self._scores.add(top)
 
     @staticmethod
     def n_top(logged: bool) -> int | None:
@@ -130,9 +146,19 @@ class Compiled:
         n_top = self.n_top(kind.logged)
         return dispatches(self.loop, kind.drafter, kind.drafts, n_top, self.buckets, guided=kind.guided)
 
-    def _compile(self, wanted: list[Job]) -> None:
-        for job in wanted:
-            job()
+    def _compile(self, kind: Kind, wanted: list[Job]) -> None:
+        with self._told(str(kind)):
+            for job in wanted:
+                job()
+
+    @contextlib.contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Says in the log what requests wait for, and how long they did."""
+        self.late += 1
+        began = time.perf_counter()
+        log.info("compiling for the first request of its kind (%s), which waits for it", what)
+        yield
+        log.info("compiled in %.1f s: %s", time.perf_counter() - began, what)
 
     def _tell(self, _: Any) -> None:
         with self.changed:

@@ -129,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.INFO if args.log_requests else logging.WARNING, format="%(asctime)s %(name)s %(message)s"
     )
+    logging.getLogger("atlas_jax.engine.warm_up").setLevel(logging.INFO)  # requests may wait minutes for what it does
 
     async def work() -> None:
         await serve(config, lambda: make_engine(args), _tell)

@@ -112,6 +112,7 @@ class _Engine(Collector):
             restored_tokens="Tokens of prompts that the prefix cache saved",
             tokens="Tokens emitted",
             dispatches="Dispatches of rounds",
+            compiled_late="Kinds of requests that were compiled when first asked for",
         )
         for name, text in counters.items():
             yield CounterMetricFamily(f"atlas_{name}", text, value=getattr(stats, name))
