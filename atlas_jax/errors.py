@@ -17,6 +17,10 @@ class RequestError(AtlasError, ValueError):
     """An argument of a request (prompt, sampling values, drafts …) that cannot work."""
 
 
+class GrammarError(RequestError):
+    """A grammar that cannot be used: it is none, nothing matches it, or it asks too much."""
+
+
 class StateError(AtlasError, ValueError):
     """A step that would leave the decoding state out of bounds: a dead slot, a bad row or accept count, a full sequence."""
 

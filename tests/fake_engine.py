@@ -28,7 +28,7 @@ from atlas_jax.engine.api import (
     StepFailed,
 )
 from atlas_jax.engine.ticket import Ticket
-from atlas_jax.errors import RequestError
+from atlas_jax.errors import GrammarError, RequestError
 from atlas_jax.metrics import Acceptance, Event, Source
 from atlas_jax.text.tokenizer import Tokenizer
 
@@ -101,7 +101,7 @@ class FakeEngine:
         if self.state != "running":
             raise EngineStopping("the engine is draining")
         if request.grammar is not None and request.grammar.source == "(":
-            raise RequestError("regex: unclosed group")
+            raise GrammarError("regex: unclosed group")
         if len(self.live) >= self.config.max_waiting:
             raise EngineFull(f"{len(self.live)} requests are waiting")
         identity = request.id or f"r{next(self._ids)}"

@@ -187,7 +187,7 @@ def test_bad_requests_name_the_field(stub):
         (pb.GenerateRequest(prompt=P(chat=pb.Chat(messages=[pb.ChatMessage(role="king")]))), ""),
         (pb.GenerateRequest(prompt=P(chat=pb.Chat(messages=user, tools_json=["{"]))), "prompt.chat.tools_json[0]"),
         (pb.GenerateRequest(prompt=P(chat=pb.Chat(messages=user, tools_json=["[" * 10**5]))), "prompt.chat.tools_json[0]"),
-        (pb.GenerateRequest(prompt=P(text="x"), grammar=pb.Grammar(regex="(")), ""),
+        (pb.GenerateRequest(prompt=P(text="x"), grammar=pb.Grammar(regex="(")), "grammar"),
     ]  # fmt: skip
     for request, field in cases:
         with pytest.raises(grpc.RpcError) as found:

@@ -128,5 +128,5 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 def drafter_named(name: str) -> Drafter:
     """Raises RequestError for an unknown name, saying which there are."""
     if name not in DRAFTERS:
-        raise RequestError(f"unknown drafter {name!r}; there are {', '.join(DRAFTERS)}")
+        raise RequestError(f"unknown drafter {name!r:.100}; there are {', '.join(DRAFTERS)}")
     return DRAFTERS[name]()

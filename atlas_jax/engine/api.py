@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from atlas_jax.engine.ticket import Ticket
     from atlas_jax.runtime import Runtime
 
+MAX_DEADLINE_S = 1e6
 FINISHED = ("stop", "length", "error", "cancelled", "deadline")  # every request ends in one of these ways
 
 

@@ -15,6 +15,7 @@ from atlas_jax.completion import Answer
 from atlas_jax.decode.drafters import NoDrafter
 from atlas_jax.decode.request import MAX_TOP_LOGPROBS
 from atlas_jax.engine.api import (
+    MAX_DEADLINE_S,
     EngineConfig,
     EngineFull,
     EngineStats,
@@ -32,7 +33,6 @@ from atlas_jax.errors import RequestError
 from atlas_jax.runtime import Runtime
 
 MAX_PRIORITY = 1000
-MAX_DEADLINE_S = 1e6
 OPTIONS = ("priority", "deadline_s", "id", "grammar")  # of a request, beside those of `Runtime.generate`
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from atlas_jax.errors import RequestError
+from atlas_jax.errors import GrammarError
 
 # Of a text parameter's schema, what can be held to where text is written raw: its values, and nothing else that restricts it.
 _HELD = {"type", "enum", "const", "title", "description", "default", "examples"}
@@ -35,9 +35,10 @@ def tool_call_source(form: Form, tools: Mapping[str, Mapping[str, Any] | None], 
         more: whether further calls may follow.
 
     Raises:
-        RequestError: a schema asks for what this form cannot be held to.
+        GrammarError: a schema is none, or asks for what this form cannot be held to.
     """
     for name, schema in tools.items():
+        _check_shape(name, schema or {})
         if form == "xml" and schema is not None:
             for key, part in _properties(schema):
                 _check(name, key, part)
@@ -112,6 +113,30 @@ def _is_raw(part: Mapping[str, Any]) -> bool:
     return "string" in (kinds if isinstance(kinds, list) else [kinds])
 
 
+def _check_shape(tool: str, schema: Mapping[str, Any]) -> None:
+    """Of what is read here; the rest is llguidance's to check."""
+    _check_keys(tool, schema)
+    for key, part in _properties(schema):
+        _check_keys(f"{tool}: parameter {key!r:.100}", part)
+
+
+def _check_keys(where: str, schema: Mapping[str, Any]) -> None:
+    texts = lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value)  # noqa: E731
+    filled = lambda value: isinstance(value, list) and bool(value)  # noqa: E731
+    objects = lambda value: isinstance(value, dict)  # noqa: E731
+    rules: list[tuple[str, str, Callable[[Any], bool]]] = [
+        ("type", "the name of a type, or a list of such", lambda value: isinstance(value, str) or texts(value)),
+        ("required", "a list of names", texts),
+        ("enum", "a list of at least one value", filled),
+        *((key, "a list of at least one schema", filled) for key in ("anyOf", "oneOf", "allOf")),
+        *((key, "an object", objects) for key in ("properties", "$defs", "definitions")),
+        ("$ref", "text", lambda value: isinstance(value, str)),
+    ]
+    for key, needed, fits in rules:
+        if key in schema and not fits(schema[key]):
+            raise GrammarError(f"{where}: {key} must be {needed}, got {json.dumps(schema[key]):.100}")
+
+
 def _check(tool: str, key: str, part: Mapping[str, Any]) -> None:
     beyond = sorted(set(part) - _HELD) if _is_raw(part) else []
     nested = [
@@ -119,7 +144,7 @@ def _check(tool: str, key: str, part: Mapping[str, Any]) -> None:
     ]
     if beyond or nested:
         what = ", ".join(beyond) or "a choice that text is among"
-        raise RequestError(
-            f"{tool}: parameter {key!r} is written as raw text in this model's form of calls, which cannot be held to {what}; "
+        raise GrammarError(
+            f"{tool}: parameter {key!r:.100} is written as raw text in this model's form of calls, which cannot be held to {what}; "
             "leave it out, or strict"
         )

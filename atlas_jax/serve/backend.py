@@ -24,6 +24,11 @@ from atlas_jax.text.tokenizer import Tokenizer
 from atlas_jax.weights.checkpoint import read_json
 
 THINK = "<think>"
+# Bytes of text that are encoded for one token that a prompt may have. Text has about four; more than this is refused unread,
+# unless it is short, because encoding takes a second for some megabytes.
+BYTES_A_TOKEN = 8
+SHORT_BYTES = 1 << 20
+COMPOSED = 3  # bytes that a tokenizer may make one of, at most, where it composes characters (NFC)
 SAMPLED = "temperature top_k top_p min_p repetition_penalty".split()  # what generation_config.json may recommend
 log = logging.getLogger("atlas_jax.serve")
 
@@ -63,6 +68,8 @@ class Backend:
         """From now on requests go to this engine."""
         tokenizer = engine.runtime.tokenizer
         self.recommended = _recommended(tokenizer) if tokenizer else {}
+        if tokenizer:
+            tokenizer.max_token_bytes  # noqa: B018  # is found now, not within the first request
         self._engine = engine
 
     @property
@@ -96,10 +103,12 @@ class Backend:
     # ---- prompts -------------------------------------------------------------------------------------------------------
 
     def encode_text(self, text: str) -> EncodedPrompt:
-        return EncodedPrompt(np.asarray(self.tokenizer.encode(text), np.int32))
+        return EncodedPrompt(self._encode(text))
 
     def encode_ids(self, ids: Sequence[int]) -> EncodedPrompt:
-        """Raises RequestError for ids that are none."""
+        """Raises RequestError for ids that are none, ContextTooLong for too many."""
+        if len(ids) > self.engine.runtime.run.max_length:  # before each is looked at
+            raise self._too_long(f"{len(ids)}")
         return EncodedPrompt(self.engine.runtime.encode(ids))
 
     def encode_chat(
@@ -119,11 +128,37 @@ class Backend:
         before = render_chat(tokenizer, messages, tools=tools, **template, add_generation_prompt=False)
         reasoning = text.rstrip().endswith(THINK)
         text += prefix
-        ids = np.asarray(tokenizer.encode(text), np.int32)
+        ids = self._encode(text)
         history = None
         if text.startswith(before) and len(text) > len(before):
             history = len(ids) - len(tokenizer.encode(text[len(before) :]))
         return EncodedPrompt(ids, history, reasoning)
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens of a prompt that is answered."""
+        limit = self.engine.runtime.run.max_length
+        return min(limit - 1, self.config.max_prompt_tokens or limit)
+
+    @property
+    def max_text(self) -> int:
+        """Bytes of a prompt's text: what the longest tokens come to, and not too long to encode beside other requests."""
+        tokens = self.engine.runtime.run.max_length  # a score may have one more than a prompt
+        longest = tokens * self.tokenizer.max_token_bytes * COMPOSED
+        return min(longest, max(SHORT_BYTES, BYTES_A_TOKEN * tokens))
+
+    def _encode(self, text: str) -> np.ndarray:
+        """Token ids [T]. Raises ContextTooLong, before anything is encoded, where the text cannot fit, and RequestError."""
+        tokenizer = self.tokenizer
+        size = len(text.encode(errors="surrogatepass"))
+        if size > self.max_text:
+            raise self._too_long(f"{size} bytes, more than the {self.max_text} that are read for so many")
+        return np.asarray(tokenizer.encode(text), np.int32)
+
+    def _too_long(self, has: str) -> ContextTooLong:
+        return ContextTooLong(
+            f"This model's maximum prompt length is {self.max_prompt} tokens; the prompt has {has}. Shorten it."
+        )
 
     def request(
         self,
@@ -140,13 +175,10 @@ class Backend:
         """
         engine, size = self.engine, len(prompt.ids)
         limit = engine.runtime.run.max_length
-        most = min(limit - 1, self.config.max_prompt_tokens or limit)
         if not size:
             raise RequestError("the prompt is empty; give at least one token")
-        if size > most:
-            raise ContextTooLong(
-                f"This model's maximum prompt length is {most} tokens; the prompt has {size}. Shorten it."
-            )
+        if size > self.max_prompt:
+            raise self._too_long(f"{size}")
         if max_tokens is not None and max_tokens >= 1 and size + max_tokens > limit:
             raise ContextTooLong(
                 f"This model's maximum context length is {limit} tokens. The prompt has {size} and {max_tokens} more were "

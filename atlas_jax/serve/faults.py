@@ -13,6 +13,7 @@ from atlas_jax.engine.api import Cancelled, DeadlineExceeded, EngineFull, Engine
 from atlas_jax.errors import AtlasError, RequestError
 
 log = logging.getLogger("atlas_jax.serve")
+MAX_MESSAGE = 1000  # characters; gRPC's trailers must fit into a client's limit of headers, often 8 KiB
 
 
 class ContextTooLong(RequestError):
@@ -81,12 +82,19 @@ def fault(error: BaseException) -> Fault:
     for kind, status, name, code, status_code, retry_s in _TABLE:
         if isinstance(error, kind):
             field = getattr(error, "field", None)
-            message = str(error) or "the request took too long"
+            message = sendable(str(error) or "the request took too long")
+            field = None if field is None else sendable(field)
             return Fault(status, name, getattr(error, "code", None) or code, status_code, message, field, retry_s)
     report(error)
     return Fault(
         _S.INTERNAL_SERVER_ERROR, "server_error", "internal_error", _G.INTERNAL, "the server failed; its log says where"
     )
+
+
+def sendable(text: str) -> str:
+    """Text that UTF-8 can encode, and not much of it: it may quote half of a surrogate pair, or all that a client sent."""
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= MAX_MESSAGE else text[:MAX_MESSAGE] + " …"
 
 
 def report(error: BaseException) -> None:

@@ -25,6 +25,7 @@ from atlas_jax.serve.http.guard import Quiet
 from atlas_jax.serve.rpc.server import RpcServer
 
 log = logging.getLogger("atlas_jax.serve")
+MAX_HEAD_BYTES = 64 << 10  # of a request: its line and its headers
 CLOSE_S = 5.0  # for connections to close once their answers are over
 
 
@@ -166,7 +167,8 @@ def _http_config(config: ServeConfig, app: Any) -> uvicorn.Config:
             options |= dict(ssl_ca_certs=config.tls_client_ca, ssl_cert_reqs=ssl.CERT_REQUIRED)
     made = uvicorn.Config(
         app,
-        http="auto",
+        http="h11",  # of uvicorn's parsers the one that bounds a request's head
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -105,7 +105,7 @@ def plain(value: Any, where: str) -> Any:
 
 def _key(key: Any, where: str) -> str:
     if not isinstance(key, str):
-        raise RequestError(f"{where}: keys must be text, got {key!r}")
+        raise RequestError(f"{where}: keys must be text, got {key!r:.100}")
     return str(key)
 
 
@@ -115,7 +115,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     out = {key: value for key, value in plain(message, where).items() if value is not None}
     role = out.get("role")
     if role not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}")
+        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r:.100}")
     reasoning = next((out[key] for key in REASONING if key in out), None)
     if reasoning is not None:
         out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
@@ -140,7 +140,7 @@ def _text(content: Any, where: str) -> str:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(f"{where}[{i}]: this model reads text parts only, got {kind!r}")
+            raise RequestError(f"{where}[{i}]: this model reads text parts only, got {kind!r:.100}")
         pieces.append(text)
     return "".join(pieces)
 
@@ -176,7 +176,7 @@ def _choose(tokenizer: Tokenizer, name: str | None, tools: bool) -> str:
     if name is None:
         name = "tool_use" if tools and "tool_use" in known else "default"
     if name not in known:
-        raise RequestError(f"no chat template is called {name!r}; there are: {', '.join(known)}")
+        raise RequestError(f"no chat template is called {name!r:.100}; there are: {', '.join(known)}")
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,16 @@ class Tokenizer:
         """One more than the highest id; a model may have more ids than that, which stand for nothing."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    @functools.cached_property
+    def max_token_bytes(self) -> int:
+        """What the longest token stands for, in bytes, or a little more."""
+        return max(map(self._size, self._tokenizer.get_vocab(with_added_tokens=True).items()), default=1)
+
+    def _size(self, entry: tuple[str, int]) -> int:
+        token, token_id = entry
+        written_as_bytes = token_id not in self._added and _BYTES.keys() >= set(token)
+        return len(token) if written_as_bytes else len(token.encode())
+
     def token_id(self, token: str) -> int | None:
         """The id of a token's exact text, special tokens included."""
         return self._tokenizer.token_to_id(token)
@@ -69,9 +80,10 @@ class Tokenizer:
             RequestError: half of a surrogate pair, which is no text.
         """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            # A batch, since the library lets other threads run only while it encodes one; a long text takes seconds.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"the text cannot be encoded: {error}") from error
+            raise RequestError("the text cannot be encoded: it has half of a surrogate pair") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; ids without a token give nothing, bytes that are no UTF-8 give U+FFFD."""

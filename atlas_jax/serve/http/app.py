@@ -11,13 +11,13 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from atlas_jax.errors import AtlasError
 from atlas_jax.serve.backend import Backend
-from atlas_jax.serve.faults import fault
+from atlas_jax.serve.faults import fault, sendable
 from atlas_jax.serve.http.chat import chat_completions
 from atlas_jax.serve.http.completions import completions
 from atlas_jax.serve.http.events import Disconnected
@@ -47,6 +47,7 @@ def create_app(backend: Backend) -> Starlette:
         AtlasError: _error,
         TimeoutError: _error,
         Disconnected: _disconnected,
+        ClientDisconnect: _disconnected,  # within the body
         Exception: _error,
     }
 
@@ -125,7 +126,7 @@ async def _http_error(request: Request, error: Any) -> Response:
     detail = (
         f"Unknown request URL: {request.method} {request.url.path}." if error.status_code == 404 else str(error.detail)
     )
-    body = dict(message=detail[:300], type="invalid_request_error", param=None, code=None)
+    body = dict(message=sendable(detail[:300]), type="invalid_request_error", param=None, code=None)
     return JSONResponse(dict(error=body), status_code=error.status_code, headers=error.headers)
 
 

@@ -85,6 +85,9 @@ def plan_chat(backend: Backend, body: ChatRequest) -> ChatPlan:
         raise FieldError("give max_completion_tokens or max_tokens, not both", "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise FieldError("top_logprobs needs logprobs to be true", "top_logprobs")
+    names = [tool.function.name for tool in body.tools or ()]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise FieldError(f"two tools are called {twice!r}; give each a name of its own", "tools")
     tools = None if body.tool_choice == "none" or not body.tools else {tool.function.name: tool for tool in body.tools}
     grammar = _grammar(body, bool(tools))
     forced = tools is not None and body.tool_choice not in (None, "auto")

@@ -11,11 +11,21 @@ from typing import Any
 from atlas_jax.cache.stats import Reuse
 from atlas_jax.completion import Completion
 from atlas_jax.engine.api import GenerationRequest
+from atlas_jax.errors import GrammarError
 from atlas_jax.serve.backend import Answering, Backend
+from atlas_jax.serve.faults import FieldError
 
 
 async def submit_all(backend: Backend, requests: Sequence[GenerationRequest]) -> list[Answering]:
     """All of them or none. Raises EngineFull, EngineStopping, RequestError."""
+    try:
+        return await _submit_all(backend, requests)
+    except GrammarError as error:
+        kinds = {request.grammar.kind for request in requests if request.grammar}
+        raise FieldError(str(error), "tools" if "tool_call" in kinds else "response_format") from None
+
+
+async def _submit_all(backend: Backend, requests: Sequence[GenerationRequest]) -> list[Answering]:
     answers: list[Answering] = []
     try:
         for request in requests:

@@ -12,7 +12,6 @@ from atlas_jax.serve.faults import Fault
 
 DETAILS = "grpc-status-details-bin"
 DOMAIN = "atlas_jax"
-MAX_MESSAGE = 1024  # characters; trailers must fit into a client's limit of headers, often 8 KiB
 
 
 async def abort(context: Any, found: Fault) -> None:
@@ -23,7 +22,7 @@ async def abort(context: Any, found: Fault) -> None:
 
 def status_of(found: Fault) -> status_pb2.Status:
     """The status with its details."""
-    message = found.message[:MAX_MESSAGE]
+    message = found.message
     status = status_pb2.Status(code=found.grpc.value[0], message=message)
     if found.grpc is grpc.StatusCode.INVALID_ARGUMENT:
         violation = error_details_pb2.BadRequest.FieldViolation(field=found.field or "", description=message)

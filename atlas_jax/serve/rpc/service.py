@@ -10,7 +10,8 @@ from typing import Any
 
 import grpc.aio
 
-from atlas_jax.errors import RequestError
+from atlas_jax.engine.api import MAX_DEADLINE_S
+from atlas_jax.errors import GrammarError, RequestError
 from atlas_jax.serve.backend import Backend
 from atlas_jax.serve.faults import FieldError, SlowReader, fault
 from atlas_jax.serve.rpc.errors import abort
@@ -39,8 +40,11 @@ class Service(AtlasServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         async with self._checked(context, "Generate"):
             backend = self.backend
-            made = await asyncio.to_thread(request_of, backend, request, context.time_remaining())
-            answer = await backend.submit(made)
+            made = await asyncio.to_thread(request_of, backend, request, _remaining(context))
+            try:
+                answer = await backend.submit(made)
+            except GrammarError as error:
+                raise FieldError(str(error), "grammar") from None
             try:
                 async for delta in answer:
                     await self._write(context, delta_message(delta))
@@ -52,7 +56,7 @@ class Service(AtlasServicer):
             most = self.backend.config.max_batch
             if not 1 <= len(request.requests) <= most:
                 raise FieldError(f"requests must hold 1 … {most}, got {len(request.requests)}", "requests")
-            deadline_s = context.time_remaining()
+            deadline_s = _remaining(context)
             made = []
             for i, one in enumerate(request.requests):  # all are checked before any runs
                 try:
@@ -115,7 +119,7 @@ class Service(AtlasServicer):
             if request.top_logprobs > MAX_TOP_LOGPROBS:
                 raise FieldError(f"top_logprobs must lie in 0 … {MAX_TOP_LOGPROBS}", "top_logprobs")
             prompt = await asyncio.to_thread(prompt_of, self.backend, request.prompt)
-            score = await self.backend.score(prompt.ids, request.top_logprobs, context.time_remaining())
+            score = await self.backend.score(prompt.ids, request.top_logprobs, _remaining(context))
             return await asyncio.to_thread(score_message, score)
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: Any) -> Any:
@@ -153,3 +157,9 @@ class Service(AtlasServicer):
         except TimeoutError:
             self.backend.metrics.slow_reader()
             raise SlowReader("the stream was not read in time") from None
+
+
+def _remaining(context: Any) -> float | None:
+    """Seconds until the call's deadline; one may lie in another century."""
+    seconds = context.time_remaining()
+    return None if seconds is None else min(seconds, MAX_DEADLINE_S)
