@@ -228,6 +228,9 @@ def test_a_wrong_shape_inside_is_named(tmp_path):
         (ct("pack-quantized", num_bits=4, type="int", strategy="tensor"), "tensor"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "without config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, "damaged description"),
+        (ct("pack-quantized", num_bits=4, type="int", strategy="channel", symmetric="no"), "symmetric 'no'"),
+        (ct("pack-quantized", num_bits=4, type="int", strategy="channel", dynamic=True), "dynamic True"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": 1}, "sym 1"),
         (ct("pack-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         (ct("pack-quantized") | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
     ],
@@ -306,6 +309,29 @@ def test_names_in_lists_of_exceptions():
             assert matches(module, pattern), (module, pattern)
         for pattern in ("down_proj", "layers.3", "re:down_proj", "Linear", "model.layers.3.mlp"):
             assert not matches(module, pattern), (module, pattern)
+
+
+def test_expressions_that_never_end_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("atlas_jax.weights.quantised.recipe.MATCH_S", 0.2)
+    slow, about = "re:(.*?,?){40}[0-9]$", FORMATS["ct int4 g128"][0]
+    target = {"g": about["config_groups"]["group_0"] | {"targets": [slow]}}
+    for changed in ({"ignore": [slow]}, {"ignore": [], "config_groups": target}):
+        recipe = recipe_of(about | changed)
+        with pytest.raises(CheckpointError, match=r"\{40\}\[0-9\]\$' of quantization_config takes for ever"):
+            recipe.of("model.language_model.layers.3.mlp.down_proj")
+    recipe = recipe_of({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:" + slow[3:]: {}}})
+    with pytest.raises(CheckpointError, match="for ever"):
+        recipe.of("model.language_model.layers.3.mlp.down_proj")
+    assert not matches("model.layers.3.mlp.down_proj", "re:(.*.*)*x$")
+
+
+def test_two_settings_for_one_target():
+    about = FORMATS["ct int4 g128"][0]
+    group = about["config_groups"]["group_0"]
+    other = group | {"weights": group["weights"] | {"group_size": 32}}
+    recipe_of(about | {"config_groups": {"a": group, "b": copy.deepcopy(group)}})
+    with pytest.raises(Unsupported, match="two settings for 'Linear'"):
+        recipe_of(about | {"config_groups": {"a": group, "b": other}})
 
 
 def test_groups_of_several_schemes():

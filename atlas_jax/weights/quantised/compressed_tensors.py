@@ -11,7 +11,7 @@ import numpy as np
 
 from atlas_jax.shapes import Array
 from atlas_jax.weights.quantised.codes import Codes, nibbles
-from atlas_jax.weights.quantised.formats import FLOATS, Format, Plain, Unsupported, Want, groups, int4_scheme
+from atlas_jax.weights.quantised.formats import FLOATS, Format, Plain, Unsupported, Want, boolean, groups, int4_scheme
 from atlas_jax.weights.quantised.fp8 import Fp8Format
 from atlas_jax.weights.quantised.scheme import NVFP4, Scheme
 
@@ -111,7 +111,9 @@ def format_of(group: Mapping[str, Any], kind: str) -> Format:
         raise Unsupported(f"compressed-tensors {kind} without a description of weights")
     bits, form, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     what = f"compressed-tensors {kind} ({form} {bits} bits, {strategy})"
-    symmetric = bool(weights.get("symmetric", True))
+    symmetric = boolean(what, weights, "symmetric")
+    if weights.get("dynamic") not in (None, False):
+        raise Unsupported(f"{what}, quantised anew in every step (dynamic {weights['dynamic']!r:.100})")
     if kind == "pack-quantized" and form == "int":
         if strategy not in ("group", "channel"):
             raise Unsupported(what)

@@ -62,6 +62,18 @@ class Plain:
         return tensors
 
 
+def boolean(what: str, about: Mapping[str, Any], name: str) -> bool:
+    """A setting that is true where nothing is said.
+
+    Raises:
+        Unsupported: it is neither true nor false; the text begins with `what`.
+    """
+    value = about.get(name, True)
+    if not isinstance(value, bool):
+        raise Unsupported(f"{what} with {name} {value!r:.100}; true and false can be read")
+    return value
+
+
 def int4_scheme(what: str, bits: Any, group: Any, symmetric: bool) -> Scheme:
     """The scheme of integers in groups of `group` inputs (-1 or None: a whole channel).
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from atlas_jax.weights.quantised.codes import Codes, nibbles
 from atlas_jax.weights.quantised.compressed_tensors import in_order, order_of
-from atlas_jax.weights.quantised.formats import FLOATS, Format, Unsupported, Want, groups, int4_scheme
+from atlas_jax.weights.quantised.formats import FLOATS, Format, Unsupported, Want, boolean, groups, int4_scheme
 from atlas_jax.weights.quantised.scheme import Scheme
 
 
@@ -70,6 +70,6 @@ def format_of(about: Mapping[str, Any], changes: Mapping[str, Any]) -> Format:
     version = about.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise Unsupported(f"GPTQ of checkpoint_format {version!r}; gptq and gptq_v2 can be read")
-    symmetric = about.get("sym", True)
-    scheme = int4_scheme("GPTQ", about.get("bits"), about.get("group_size", -1), bool(symmetric))
+    symmetric = boolean("GPTQ", about, "sym")
+    scheme = int4_scheme("GPTQ", about.get("bits"), about.get("group_size", -1), symmetric)
     return GptqFormat(scheme, int(version == "gptq"))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import regex
+
+from atlas_jax.errors import CheckpointError
 from atlas_jax.weights.quantised import awq, compressed_tensors, fp8, gptq, modelopt
 from atlas_jax.weights.quantised.formats import Format, Unsupported
 
 METHODS = "compressed-tensors, gptq, awq, fp8 and modelopt"
+MATCH_S = 2.0  # for an expression to be tried on one name, which takes microseconds; some would take for ever
 TRUNKS = ("model.language_model.", "language_model.model.", "model.")
 CACHE_SCALES = ("k_scale", "v_scale", "kv_scale")  # of a quantised KV cache, which this runtime does not keep
 
@@ -56,7 +59,7 @@ def recipe_of(about: Any) -> Recipe:
         return readers[method](about)
     except Unsupported:
         raise
-    except (AttributeError, TypeError, ValueError, re.error) as error:
+    except (AttributeError, TypeError, ValueError, regex.error) as error:
         raise Unsupported(f"{method} with a damaged description ({error})") from error
 
 
@@ -72,6 +75,11 @@ def _compressed_tensors(about: Mapping[str, Any]) -> Recipe:
         raise Unsupported(f"compressed-tensors {kind} without config_groups")
     groups = [(patterns(group.get("targets")), compressed_tensors.format_of(group, kind)) for group in found.values()]
     ignore = patterns(about.get("ignore"))
+    meant: dict[str, Format] = {}
+    for targets, layout in groups:
+        for target in targets:
+            if meant.setdefault(target, layout) != layout:
+                raise Unsupported(f"compressed-tensors with two settings for {target!r:.100}, of which one can hold")
 
     def of(module: str) -> Format | None:
         if any(matches(module, pattern) for pattern in ignore):
@@ -89,10 +97,10 @@ def _gptq(about: Mapping[str, Any]) -> Recipe:
     rules = []
     for pattern, changes in (about.get("dynamic") or {}).items():
         leave, pattern = pattern.startswith("-:"), pattern.removeprefix("-:").removeprefix("+:")
-        rules.append((re.compile(pattern), None if leave else gptq.format_of(about, changes or {})))
+        rules.append((regex.compile(pattern), None if leave else gptq.format_of(about, changes or {})))
 
     def of(module: str) -> Format | None:
-        return next((layout for pattern, layout in rules if pattern.match(module)), plain)
+        return next((layout for pattern, layout in rules if begins(pattern, module)), plain)
 
     return Recipe(_name("gptq", [plain, *(layout for _, layout in rules if layout)]), of)
 
@@ -123,22 +131,37 @@ def patterns(names: Any) -> tuple[str, ...]:
     """A list of names and patterns, None for none of them.
 
     Raises:
-        TypeError, re.error: it is no such list, or has an expression that is none.
+        TypeError, regex.error: it is no such list, or has an expression that is none.
     """
     if names is not None and (not isinstance(names, list) or not all(isinstance(name, str) for name in names)):
         raise TypeError(f"a list of names is needed, found {names!r:.200}")
     for name in names or ():
         if name.startswith("re:"):
-            re.compile(name.removeprefix("re:"))
+            regex.compile(name.removeprefix("re:"))
     return tuple(names or ())
 
 
 def matches(module: str, pattern: str) -> bool:
     """Whether a name, or `re:` and a regular expression for its beginning, means `module`, whatever its trunk is called."""
     if pattern.startswith("re:"):
-        expression = re.compile(pattern.removeprefix("re:"))
-        return any(expression.match(name) for name in _names(module))
+        expression = regex.compile(pattern.removeprefix("re:"))
+        return any(begins(expression, name) for name in _names(module))
     return pattern in _names(module)
+
+
+def begins(expression: regex.Pattern[str], name: str) -> bool:
+    """Whether an expression matches a name's beginning.
+
+    Raises:
+        CheckpointError: it takes too long to say.
+    """
+    try:
+        return expression.match(name, timeout=MATCH_S) is not None
+    except TimeoutError:
+        raise CheckpointError(
+            f"config.json: the expression {expression.pattern!r:.200} of quantization_config takes for ever on {name}; "
+            "write it without repeats of repeats"
+        ) from None
 
 
 def _short(module: str) -> str:
