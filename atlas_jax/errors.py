@@ -14,7 +14,15 @@ class CheckpointError(AtlasError, ValueError):
 
 
 class RequestError(AtlasError, ValueError):
-    """An argument of a request (prompt, sampling values, drafts …) that cannot work."""
+    """An argument of a request (prompt, sampling values, drafts …) that cannot work.
+
+    Attributes:
+        field: its name, where it is one alone.
+    """
+
+    def __init__(self, message: str = "", field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class GrammarError(RequestError):

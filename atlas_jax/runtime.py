@@ -344,7 +344,7 @@ class Runtime:
         drafter = drafter_named(drafter) if isinstance(drafter, str) else drafter
         if isinstance(drafter, HybridDrafter) and not self.run.refeed:
             raise RequestError(
-                "the hybrid refeeds accepted rows, and this runtime was loaded with refeed=False; use 'mtp'"
+                "the hybrid refeeds accepted rows, and this runtime was loaded with refeed=False; use 'mtp'", "drafter"
             )
         if isinstance(drafter, MtpChain):
             if self.run.refeed and not drafter.refeed:
@@ -353,7 +353,8 @@ class Runtime:
         if isinstance(drafter, (MtpChain, HybridDrafter)) and not self.config.has_mtp:
             raise RequestError(
                 f"drafter {drafter.name!r} needs a checkpoint with mtp.* tensors, and this model has none; use drafter 'lookup' or "
-                "'none'"
+                "'none'",
+                "drafter",
             )
         functions = (getattr(drafter, name, None) for name in ("init", "propose"))
         named = isinstance(getattr(drafter, "name", None), str) and not isinstance(drafter, type)
@@ -378,13 +379,14 @@ class Runtime:
         ):
             raise RequestError(
                 f"drafts must be 'auto' or an integer in 0 … {self.run.max_drafts}, got {drafts!r}; "
-                "the most is set when the model is loaded: load(…, max_drafts=N), serve --max-drafts N"
+                "the most is set when the model is loaded: load(…, max_drafts=N), serve --max-drafts N",
+                "drafts",
             )
         if isinstance(drafter, OracleChain):
             self._check_oracle(drafter, int(drafts), options)
         if isinstance(drafter, NoDrafter) and drafts:
             raise RequestError(
-                f"drafter 'none' drafts nothing, and {drafts} drafts were asked for; leave one of them out"
+                f"drafter 'none' drafts nothing, and {drafts} drafts were asked for; leave one of them out", "drafts"
             )
         return cast(Drafter, drafter), int(drafts)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from atlas_jax.cache.stats import CacheStats, Reuse
 from atlas_jax.completion import Completion, Delta, Timings
-from atlas_jax.decode.drafters import NoDrafter
+from atlas_jax.decode.drafters import NoDrafter, drafter_named
 from atlas_jax.decode.request import SamplingParams
 from atlas_jax.decode.stops import StopMatcher
 from atlas_jax.engine.api import (
@@ -85,7 +85,8 @@ class FakeEngine:
         params = SamplingParams(**options)
         params.validate(VOCABULARY)
         if drafter not in (None, "none"):
-            raise RequestError(f"drafter must be none here, got {drafter!r}")
+            drafter_named(drafter)
+            raise RequestError("drafter must be none here", "drafter")
         return GenerationRequest(
             self._encode(prompt),
             params,

@@ -139,6 +139,11 @@ def test_errors_quote_little(web):
     assert sendable("a\ud800b") == "a\\ud800b" and len(sendable(much)) < 1100
 
 
+def test_drafters_for_measurements_are_not_offered(web):
+    error = post(web, prompt="a", drafter="best").json()["error"]
+    assert "none, mtp, lookup, hybrid" in error["message"] and "forced" not in error["message"]
+
+
 def test_who_leaves_within_the_body_is_no_error(server, caplog):
     def left() -> float:
         return server.backend.metrics.text().decode().count('status="499"')

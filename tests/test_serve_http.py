@@ -286,9 +286,9 @@ def test_bad_fields_are_named(web):
         (dict(messages="hi"), "messages"),
         (dict(messages=[{"role": "king", "content": "x"}]), None),
         (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), None),
-        (dict(stop=["x"] * 99), None),
+        (dict(stop=["x"] * 99), "stop"),
         (dict(logit_bias={"x": 1}), "logit_bias"),
-        (dict(logit_bias={"99999": 1}), None),
+        (dict(logit_bias={"99999": 1}), "logit_bias"),
         (dict(seed=2**70), "seed"),
         (dict(top_logprobs=3), "top_logprobs"),
         (dict(logprobs=True, top_logprobs=21), "top_logprobs"),
@@ -301,7 +301,7 @@ def test_bad_fields_are_named(web):
         (dict(response_format={"type": "json_schema"}), "response_format.json_schema"),
         (dict(response_format={"type": "json_object"}, tools=TOOLS), "response_format"),
         (dict(deadline_s=-1), "deadline_s"),
-        (dict(drafter="best"), None),
+        (dict(drafter="best"), "drafter"),
         (dict(priority=10**9), "priority"),
     ]
     for body, field in cases:

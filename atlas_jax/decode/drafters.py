@@ -119,14 +119,16 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "mtp": MtpChain,
     "lookup": LookupDrafter,
     "hybrid": HybridDrafter,
+    # For tests and measurements, which know them: whoever asks for a name that is none is not offered them.
     "random": RandomDrafter,
     "forced-accept": lambda: ScriptedDrafter(1.0),
     "forced-reject": lambda: ScriptedDrafter(0.0),
 }
+OFFERED = ("none", "mtp", "lookup", "hybrid")
 
 
 def drafter_named(name: str) -> Drafter:
     """Raises RequestError for an unknown name, saying which there are."""
     if name not in DRAFTERS:
-        raise RequestError(f"unknown drafter {name!r:.100}; there are {', '.join(DRAFTERS)}")
+        raise RequestError(f"unknown drafter {name!r:.100}; there are {', '.join(OFFERED)}", "drafter")
     return DRAFTERS[name]()

@@ -87,14 +87,14 @@ class SamplingParams:
         for name, (low, high) in _REALS.items():
             _check(name, getattr(self, name), _is_real, f"a number in {low:g} … {high:g}", low, high)
         if self.top_p == 0:
-            raise RequestError("top_p must be above 0 (1 keeps the whole distribution), got 0")
+            raise RequestError("top_p must be above 0 (1 keeps the whole distribution), got 0", "top_p")
         if self.seed is not None:
             _check("seed", self.seed, _is_integer, f"None or an integer in 0 … {2**32 - 1}", 0, 2**32 - 1)
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be True or False, got {reprlib.repr(getattr(self, name))}")
+                raise RequestError(f"{name} must be True or False, got {reprlib.repr(getattr(self, name))}", name)
         if self.top_logprobs and not self.logprobs:
-            raise RequestError(f"top_logprobs is {self.top_logprobs}, which needs logprobs=True")
+            raise RequestError(f"top_logprobs is {self.top_logprobs}, which needs logprobs=True", "top_logprobs")
         self._validate_stops(vocab_size)
         self._validate_bias(vocab_size)
 
@@ -102,20 +102,22 @@ class SamplingParams:
         for name, kind in (("stop", "strings"), ("stop_token_ids", "token ids")):
             values = getattr(self, name)
             if not isinstance(values, (tuple, list)):
-                raise RequestError(f"{name} must be a tuple of {kind}, got {reprlib.repr(values)}")
+                raise RequestError(f"{name} must be a tuple of {kind}, got {reprlib.repr(values)}", name)
             if len(values) > MAX_STOPS:
-                raise RequestError(f"{name} may hold at most {MAX_STOPS} {kind}, got {len(values)}")
+                raise RequestError(f"{name} may hold at most {MAX_STOPS} {kind}, got {len(values)}", name)
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise RequestError(
-                    f"stop must hold strings of 1 … {MAX_STOP_LENGTH} characters, got {reprlib.repr(text)}"
+                    f"stop must hold strings of 1 … {MAX_STOP_LENGTH} characters, got {reprlib.repr(text)}", "stop"
                 )
         for token in self.stop_token_ids:
             _check_id("stop_token_ids", token, vocab_size)
 
     def _validate_bias(self, vocab_size: int) -> None:
         if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias must map token ids to numbers, got {reprlib.repr(self.logit_bias)}")
+            raise RequestError(
+                f"logit_bias must map token ids to numbers, got {reprlib.repr(self.logit_bias)}", "logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             _check_id("logit_bias", token, vocab_size)
             _check(f"logit_bias[{token}]", bias, _is_real, "a number in -100 … 100", -100, 100)
@@ -131,10 +133,10 @@ def _is_real(value: Any) -> bool:
 
 def _check(name: str, value: Any, kind: Any, allowed: str, low: float | int, high: float | int) -> None:
     if not kind(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be {allowed}, got {reprlib.repr(value)}")
+        raise RequestError(f"{name} must be {allowed}, got {reprlib.repr(value)}", name.partition("[")[0])
 
 
 def _check_id(name: str, token: Any, vocab_size: int) -> None:
     allowed = f"0 … {vocab_size - 1}, the ids of the vocabulary"
     if not _is_integer(token) or not 0 <= token < vocab_size:
-        raise RequestError(f"{name} must name token ids in {allowed}; got {reprlib.repr(token)}")
+        raise RequestError(f"{name} must name token ids in {allowed}; got {reprlib.repr(token)}", name)

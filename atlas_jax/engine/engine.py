@@ -183,7 +183,9 @@ class Engine:
         if tokens.size < 2:
             raise RequestError("a score needs at least two tokens: the first has nothing before it")
         if not isinstance(top_logprobs, int) or not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
-            raise RequestError(f"top_logprobs must be an integer in 0 … {MAX_TOP_LOGPROBS}, got {top_logprobs!r}")
+            raise RequestError(
+                f"top_logprobs must be an integer in 0 … {MAX_TOP_LOGPROBS}, got {top_logprobs!r}", "top_logprobs"
+            )
         scoring = Scoring(tokens, top_logprobs, concurrent.futures.Future())
         with self._changed:
             worker = self._running("a score")
@@ -246,15 +248,19 @@ class Engine:
         self.runtime.fit(np.asarray(request.prompt), request.params.max_tokens)
         _check_times(request.priority, request.deadline_s)
         if request.grammar is not None and request.params.ignore_eos:
-            raise RequestError("ignore_eos does not go with a grammar, which says where the answer ends")
+            raise RequestError("ignore_eos does not go with a grammar, which says where the answer ends", "ignore_eos")
 
 
 def _check_times(priority: Any, deadline_s: Any) -> None:
     if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-        raise RequestError(f"priority must be an integer in -{MAX_PRIORITY} … {MAX_PRIORITY}, got {priority!r}")
+        raise RequestError(
+            f"priority must be an integer in -{MAX_PRIORITY} … {MAX_PRIORITY}, got {priority!r}", "priority"
+        )
     number = isinstance(deadline_s, (int, float)) and not isinstance(deadline_s, bool)
     if deadline_s is not None and not (number and 0 < deadline_s <= MAX_DEADLINE_S):
-        raise RequestError(f"deadline_s must be None or a number above 0, up to {MAX_DEADLINE_S}, got {deadline_s!r}")
+        raise RequestError(
+            f"deadline_s must be None or a number above 0, up to {MAX_DEADLINE_S}, got {deadline_s!r}", "deadline_s"
+        )
 
 
 def _line(job: Job, now: float) -> InFlight:

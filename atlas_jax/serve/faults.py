@@ -29,8 +29,8 @@ class FieldError(RequestError):
     """
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.field, self.code = field, code
+        super().__init__(message, field)
+        self.code = code
 
 
 class NotReady(AtlasError):

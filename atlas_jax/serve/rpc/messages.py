@@ -9,6 +9,7 @@ from typing import Any
 
 from atlas_jax.completion import Completion, Delta
 from atlas_jax.engine.api import EngineStats, GenerationRequest, Grammar, Score
+from atlas_jax.errors import RequestError
 from atlas_jax.metrics import Acceptance
 from atlas_jax.serve.backend import Backend, EncodedPrompt
 from atlas_jax.serve.faults import FieldError
@@ -82,7 +83,12 @@ def request_of(backend: Backend, request: pb.GenerateRequest, deadline_s: float 
         options["grammar"] = Grammar(kind, source)
     most = sampling.max_tokens if sampling.HasField("max_tokens") else MAX_TOKENS
     prompt = prompt_of(backend, request.prompt)
-    return backend.request(prompt, max_tokens=most, deadline_s=deadline_s, **options)
+    try:
+        return backend.request(prompt, max_tokens=most, deadline_s=deadline_s, **options)
+    except RequestError as error:
+        if error.field in pb.Sampling.DESCRIPTOR.fields_by_name:
+            error.field = f"sampling.{error.field}"
+        raise
 
 
 def logprobs_of(logprobs: Sequence[float] | None, tops: Sequence[Any] | None) -> list[pb.TokenLogprob]:

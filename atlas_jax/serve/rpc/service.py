@@ -62,10 +62,8 @@ class Service(AtlasServicer):
                 try:
                     made.append(await asyncio.to_thread(request_of, self.backend, one, deadline_s))
                 except RequestError as error:
-                    field = getattr(error, "field", None)
-                    raise FieldError(
-                        f"requests[{i}]: {error}", f"requests[{i}]" + (f".{field}" if field else "")
-                    ) from None
+                    field = f"requests[{i}]" + (f".{error.field}" if error.field else "")
+                    raise FieldError(f"requests[{i}]: {error}", field) from None
             room = asyncio.Semaphore(max(1, 2 * self.backend.engine.runtime.run.slots))  # leaves the queue to others
             tasks = [asyncio.ensure_future(self._one(i, one, room)) for i, one in enumerate(made)]
             try:
