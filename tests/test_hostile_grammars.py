@@ -60,6 +60,14 @@ def test_they_are_refused_in_one_line(grammars, grammar):
     assert not any(inside in said for inside in ("NoExtensionBias", "<state>", "grm_prefix", "<non-verbose")), said
 
 
+def test_what_is_wrong_is_said(grammars):
+    for grammar, says in ((Grammar("regex", "a("), "unclosed group"), (Grammar("regex", r"(a)\1"), "backreferences"),
+                          (Grammar("json_schema", json.dumps({"type": "string", "pattern": "("})), "unclosed group"),
+                          (Grammar("json_schema", json.dumps(optional(500))), "fewer optional properties")):  # fmt: skip
+        with pytest.raises(GrammarError, match=says):
+            grammars.guide(grammar)
+
+
 def test_probing_changes_nothing(grammars):
     """A guide that was tried out begins where one that was not does."""
     for source in ("(ab|ac)*d", "a{10000}", r"[a-z]{1,20}", "Hello there, how are you"):

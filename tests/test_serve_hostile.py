@@ -72,6 +72,9 @@ def test_too_long_a_text_is_refused_unread(web, stub, engine, monkeypatch):
                 list(got)
             assert found.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "bytes, more than the" in (found.value.details() or "")
+    with pytest.raises(grpc.RpcError) as found:
+        stub.Detokenize(pb.DetokenizeRequest(token_ids=[1] * (tokens + 1)))
+    assert f"at most {tokens}" in (found.value.details() or "")
     assert encoded in ([], ["a"]), "what is refused was encoded first"
 
 

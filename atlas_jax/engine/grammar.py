@@ -166,8 +166,12 @@ def _told(error: str) -> str:
     """One line for the client instead of llguidance's account of its state."""
     if error.startswith("NoExtensionBias"):
         return "no text matches it from here on"
-    return f"it asks too much for a step ({_line(error)}); make it simpler"
+    log.debug("a grammar: %s", _line(error))
+    return "it asks too much for one token; make it simpler: fewer optional properties, choices or repeats"
 
 
 def _line(error: str) -> str:
-    return error.strip().partition("\n")[0][:300]
+    """The first line, and the last where the first only announces it, as of a wrong regular expression."""
+    lines = error.strip().splitlines() or [""]
+    reasons = [line for line in lines[1:] if line.startswith("error: ")] if lines[0].endswith(":") else []
+    return " ".join([lines[0][:300], *(reason.removeprefix("error: ")[:200] for reason in reasons[:1])])

@@ -108,6 +108,9 @@ class Service(AtlasServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> Any:
         async with self._checked(context, "Detokenize"):
+            most = self.backend.engine.runtime.run.max_length
+            if len(request.token_ids) > most:  # decoding, too, lets nobody else run
+                raise FieldError(f"token_ids may hold at most {most} here, got {len(request.token_ids)}", "token_ids")
             skip = not request.keep_special_tokens
             decode = functools.partial(self.backend.tokenizer.decode, skip_special_tokens=skip)
             return pb.DetokenizeResponse(text=await asyncio.to_thread(decode, list(request.token_ids)))
