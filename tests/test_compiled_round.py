@@ -36,7 +36,9 @@ def test_so_is_one_of_the_hybrid_whose_chain_ends_by_itself():
 @pytest.mark.parametrize("target", [pytest.param("h200", marks=pytest.mark.long), "gb10"])
 def test_chunks_of_several_prompts_are_one_command_buffer_and_their_state_stays_in_place(target):
     run = dataclasses.replace(RUN, dtype="bfloat16", layout="stacked", row_group=16)
-    compiled = compile_prefill(target, CONFIGS["dense"], run, T=256, sequences=4)
+    # Heads as they are published: of 32, the scan's eight warps have too little to do, and spill.
+    config = dataclasses.replace(CONFIGS["dense"], linear_key_head_dim=128, linear_value_head_dim=128)
+    compiled = compile_prefill(target, config, run, T=256, sequences=4)
     assert_one_command_buffer(compiled)
     assert_in_place(compiled)
     if target == "gb10":  # see test_compiled_kernels on what spills on an H200

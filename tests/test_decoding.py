@@ -274,6 +274,7 @@ def test_counters_count():
         assert part.drafts_accepted in (24 - part.steps, 24 - part.steps + 1)
 
 
+@pytest.mark.long
 def test_synthetic_acceptance_by_place():
     """Rates hold for each place, where the drafts before were right, also while the MTP head drafts; the answer stays the same."""
     r = runtime("dense")

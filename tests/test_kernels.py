@@ -23,6 +23,12 @@ from pallas_kernels.paged_attention import triton as attention_kernel
 from pallas_kernels.paged_attention import triton_prefill as attention_kernel_prefill
 from pallas_kernels.rows import at_most
 
+
+def long(*values):
+    """A case for `make test-all` and `make test-gpu`: the interpreter's programs take long to compile."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 # Both are float32 throughout; they add in another order.
 CLOSE: Any = dict(rtol=2e-4, atol=2e-5)
 on_gpu = jax.default_backend() == "gpu"
@@ -57,10 +63,10 @@ def twin_step(args: Any, K):
     ("name", "K", "base", "pending", "n_rows"),
     [
         ("small-1", 1, [0], [0], [1]),  # the first token: the convolution reaches before position 0
-        ("small-1", 3, [1, 40], [1, 0], [3, 2]),
+        long("small-1", 3, [1, 40], [1, 0], [3, 2]),
         ("small-2", 3, [7, 9], [4, 5], [1, 0]),  # a block of the journal, and one more; a sequence without rows
         ("small-3", 5, [6, 3], [5, 3], [5, 4]),  # the rings of 10 and 13 places wrap around in both parts
-        ("small-4", 5, [98, 11], [0, 4], [2, 5]),
+        long("small-4", 5, [98, 11], [0, 4], [2, 5]),
     ],
 )
 def test_step_equals_its_twin_and_touches_nothing_else(name, K, base, pending, n_rows):
@@ -138,6 +144,7 @@ def test_the_fold_alone_equals_that_of_a_step():
     same(step(args, 1)[1].h[1, slots], folded)
 
 
+@pytest.mark.long
 def test_how_wide_a_program_is_changes_no_bit():
     """With == on a GPU. It depends on the number of sequences, and a sequence must not notice its neighbours."""
     same = (
@@ -197,7 +204,7 @@ PREFILLS["twin"] = functools.partial(prefill, PREFILLS["twin"])
         ("small-3", [150], 150, False),
         ("small-2", [67, 0, 1], None, False),
         ("small-1", [1], 1, False),
-        ("small-4", [128], None, True),
+        long("small-4", [128], None, True),
     ],
 )
 def test_prefill_equals_the_recurrence_in_float64(name, n_rows, T, hard):

@@ -267,7 +267,7 @@ def test_clients_that_leave_and_deadlines_cancel():
         assert found.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         wait_for(lambda: not engine.live)
         limit = engine.requests[-1].deadline_s
-        assert limit is not None and limit < 0.2
+        assert limit is not None and limit < 0.25  # the deadline of the call, which gRPC rounds up a little
         with pytest.raises(grpc.RpcError):
             list(stub.GenerateBatch(pb.GenerateBatchRequest(requests=[LONG] * 3), timeout=0.2))
         wait_for(lambda: not engine.live)
