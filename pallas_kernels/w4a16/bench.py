@@ -4,7 +4,7 @@
 
 Each weight is a stack of layers of some 0.8 GB, so that nothing stays in the L2 cache; layers run one after another in one CUDA
 graph, each waiting for the one before, sums of parts included. The floor is the weight's bytes, scales and all, at the copy
-bandwidth measured first. The rows are 1 … 16; our kernel runs the same program for all of them. Peers: XLA's own product with
+bandwidth measured first. The rows are 1 … 64; our kernel runs the same program for 1 to 8 of them. Peers: XLA's own product with
 an `int4` array (one scale a column, no groups, which is less work) and PyTorch's `_weight_int4pack_mm` (groups of 128).
 """
 
@@ -21,7 +21,7 @@ from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.forms import Fp8, Int4, Nvfp4
 
 SHAPES = ((34816, 5120), (5120, 17408), (16384, 5120), (5120, 6144))  # outputs, inputs: a layer of the 27B shape
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 STACK = 0.8e9  # bytes
 
 
