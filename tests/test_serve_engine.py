@@ -41,6 +41,7 @@ class Served(Letters):
 
     directory = pathlib.Path("nowhere")
     templates: dict[str, str] = {}  # noqa: RUF012
+    max_token_bytes = 1  # pyright: ignore[reportAssignmentType]
 
     def token_bytes(self, token_id: int) -> bytes:
         return chr(32 + token_id).encode()
