@@ -199,7 +199,8 @@ def test_forced_calls(client, web, engine):
         got = chat(client, "Hello", tools=TOOLS, tool_choice=choice).choices[0]
         assert got.message.content is None and got.finish_reason == "tool_calls"
         assert json.loads(got.message.tool_calls[0].function.arguments)["city"] == "Ålesund"
-        assert engine.requests[-1].grammar.kind == "tool_call"  # since it is strict
+        grammar = engine.requests[-1].grammar
+        assert grammar is not None and grammar.kind == "tool_call"  # since it is strict
         raw = client.chat.completions.with_raw_response.create(
             model=MODEL, messages=HELLO, tools=TOOLS, tool_choice=choice
         )
