@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import pathlib
 import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from atlas_jax.errors import ConfigError, RequestError
+from atlas_jax.input_files import read_json_lines
 from atlas_jax.terminal import Progress, say
 from atlas_jax.weights.quantised.scheme import INT4_GROUPS, NVFP4, Scheme
 
@@ -105,22 +104,11 @@ def calibration_texts(
         own = tools if row.get("tools") is None else row["tools"]
         return render_chat(tokenizer, row["messages"], tools=own, add_generation_prompt=False)
 
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise RequestError(f"--calibrate {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--calibrate {path} is not text in UTF-8: {error}") from None
-    found: list[list[int]] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(list(tokenizer.encode(text_of(json.loads(line)))))
-            except (ValueError, RecursionError) as error:
-                raise RequestError(f"--calibrate {path}, line {number}: {error}") from None
+    name = f"--calibrate {path}"
+    found = read_json_lines(path, lambda _, row: list(tokenizer.encode(text_of(row))), name=name)
     found = [ids for ids in found if ids]
     if not found:
-        raise RequestError(f"--calibrate {path}: there is no text in it")
+        raise RequestError(f"{name}: there is no text in it")
     long = [ids for ids in found if len(ids) >= tokens]
     if len(long) < count:
         long = sorted(found, key=len, reverse=True)[:count]

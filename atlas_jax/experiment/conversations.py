@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
 from atlas_jax.errors import RequestError
+from atlas_jax.input_files import read_json_lines
 from atlas_jax.text.chat import validated, validated_tools
 
 DATA = pathlib.Path(__file__).parent.parent / "data"
@@ -45,24 +45,14 @@ def read_conversations(path: str | pathlib.Path, tools: list[dict[str, Any]] | N
     Raises:
         RequestError: naming the line that is wrong; or no conversation has an answer of the assistant.
     """
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not text in UTF-8: {error}") from None
-    out = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or "messages" not in row:
-                raise RequestError("an object with messages is needed")
-            own = tools if row.get("tools") is None else validated_tools(row["tools"])
-            out.append(Conversation(str(row.get("id", number)), validated(row["messages"]), own))
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{path}, line {number}: {error}") from None
+
+    def conversation(number: int, row: Any) -> Conversation:
+        if not isinstance(row, dict) or "messages" not in row:
+            raise RequestError("an object with messages is needed")
+        own = tools if row.get("tools") is None else validated_tools(row["tools"])
+        return Conversation(str(row.get("id", number)), validated(row["messages"]), own)
+
+    out = read_json_lines(path, conversation)
     if not any(conversation.turns for conversation in out):
         raise RequestError(f"{path}: the assistant answers nowhere, so there is nothing to play")
     return out

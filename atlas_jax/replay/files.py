@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atlas_jax.errors import RequestError
+from atlas_jax.input_files import read_text
 from atlas_jax.replay.simulate import MTP, SOURCES, RecordedMtp, Round, Turn
 
 
@@ -32,7 +33,7 @@ def read_trace(path: str | pathlib.Path) -> RecordedMtp:
     """
     lengths: list[int] = []
     drafts = 0
-    for number, line in enumerate(_read(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -99,7 +100,7 @@ def read_cost(text: str, draft_ms: float | None = None) -> CostTable:
         table = dict(step_ms={rows: ms for rows, _, ms in pairs})
     else:
         try:
-            table = json.loads(_read(text))
+            table = json.loads(read_text(text))
         except RecursionError:
             table = None
         except json.JSONDecodeError as error:
@@ -112,12 +113,3 @@ def read_cost(text: str, draft_ms: float | None = None) -> CostTable:
             f'{text} is no cost table; give 1:10,2:10.2 or a file {{"step_ms": {{"1": 10, "2": 10.2}}}}'
         ) from None
     return CostTable(steps, own if draft_ms is None else draft_ms)
-
-
-def _read(path: str | pathlib.Path) -> str:
-    try:
-        return pathlib.Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not text in UTF-8: {error}") from None

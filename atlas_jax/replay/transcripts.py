@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from atlas_jax.errors import RequestError
+from atlas_jax.input_files import read_json_lines
 from atlas_jax.replay.vocabularies import Encode
 from atlas_jax.text.chat import validated
 
@@ -64,24 +65,13 @@ def read_transcripts(path: str | pathlib.Path, encode: Encode, limit: int | None
     Raises:
         RequestError: naming the line that is wrong; or the assistant says nothing in the whole file.
     """
-    try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not text in UTF-8: {error}") from None
-    out: list[Transcript] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or (limit is not None and len(out) >= limit):
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or "messages" not in row:
-                raise RequestError("an object with messages is needed")
-            name = str(row.get("id", number))
-            out.append(tokenize(name, validated(row["messages"]), encode))
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{path}, line {number}: {error}") from None
+
+    def transcript(number: int, row: Any) -> Transcript:
+        if not isinstance(row, dict) or "messages" not in row:
+            raise RequestError("an object with messages is needed")
+        return tokenize(str(row.get("id", number)), validated(row["messages"]), encode)
+
+    out = read_json_lines(path, transcript, limit=limit)
     if not any(transcript.turns for transcript in out):
         raise RequestError(f"{path}: no message of the assistant, so there is nothing to replay")
     return out
