@@ -14,14 +14,14 @@ from jax.experimental.pallas import triton as plgpu
 
 def multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
     """a * b + c, rounded once; float32, of shapes that broadcast."""
-    return a * b + c if interpret else _assembly("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+    return a * b + c if interpret else assembly("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
 
 def sigmoid(x: Array, interpret: bool) -> Array:
     """1 / (1 + e^-x) in four instructions, to some 1e-6 of the result for x above -20 (below, -x / log 2 is rounded more)."""
     if interpret:
         return jax.nn.sigmoid(x)
-    return _assembly(
+    return assembly(
         """{ .reg .f32 y; mul.rn.f32 y, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 y, y;
         add.rn.f32 y, y, 0f3F800000; rcp.approx.ftz.f32 $0, y; }""",
         x,
@@ -32,7 +32,7 @@ def widen(x: Array, interpret: bool) -> Array:
     """To float32; two bfloat16 numbers, which share a register, in two instructions."""
     if interpret or x.dtype != jnp.bfloat16 or x.size == 1:
         return x.astype(jnp.float32)
-    return _assembly("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", x, pack=2)
+    return assembly("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", x, pack=2)
 
 
 def rounded(x: Array, dtype: Any, interpret: bool) -> Array:
@@ -40,18 +40,19 @@ def rounded(x: Array, dtype: Any, interpret: bool) -> Array:
     if interpret or dtype != jnp.bfloat16 or x.size == 1:
         return x.astype(dtype).astype(jnp.float32)
     both = "cvt.rn.bf16x2.f32 y, $3, $2; shl.b32 $0, y, 16; and.b32 $1, y, 0xffff0000;"
-    return _assembly("{ .reg .b32 y; " + both + " }", x, pack=2)
+    return assembly("{ .reg .b32 y; " + both + " }", x, pack=2)
 
 
-def _assembly(code: str, *args: Array, pack: int = 1) -> Array:
-    """`code` for `pack` numbers of each argument at a time, which fill whole registers; float32."""
+def assembly(code: str, *args: Array, pack: int = 1, dtype: Any = jnp.float32) -> Array:
+    """`code` for `pack` numbers of each argument at a time, which fill whole registers, as the results do."""
     shape = jnp.broadcast_shapes(*(x.shape for x in args))
-    inputs = sum(pack * x.dtype.itemsize // 4 for x in args)
+    registers = lambda of: pack * jnp.dtype(of).itemsize // 4  # noqa: E731
+    inputs = sum(registers(x.dtype) for x in args)
     [y] = plgpu.elementwise_inline_asm(
         code,
         args=[jnp.broadcast_to(x, shape) for x in args],
-        constraints=",".join(["=r"] * pack + ["r"] * inputs),
+        constraints=",".join(["=r"] * registers(dtype) + ["r"] * inputs),
         pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, dtype)],
     )
     return y

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -96,6 +96,11 @@ def by_row_group(f: Callable[..., Any], group: int, count: Array, *rows: Array, 
 def pad_rows(x: Array, total: int) -> Array:
     """Appends zeros to the leading axis, up to `total` rows."""
     return x if x.shape[0] == total else jnp.pad(x, [(0, total - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+
+def least_holding(rows: int, sizes: Sequence[int]) -> int:
+    """The first of ascending `sizes` that is no less than `rows`."""
+    return next(size for size in sizes if size >= rows)
 
 
 def add_in_order(parts: Array, written: np.ndarray | None = None) -> Array:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.rows import add_in_order, most_live, pad_rows
+from pallas_kernels.rows import add_in_order, least_holding, most_live, pad_rows
 
 ROWS = (16, 32, 64)  # of a product
 INPUTS, COLUMNS, WIDEST = 128, 32, 512
@@ -37,7 +37,7 @@ def linear(x: Array, weight: Array, layer: int, transposed: bool = False, **tuni
 @functools.partial(jax.jit, static_argnames=("live", "num_warps", "interpret"))
 def _narrow(layer: Array, x: Array, weight: Array, live: int, *, num_warps: int = 2, interpret: bool = False) -> Array:
     N, parts = weight.shape[-1], x.shape[1] // INPUTS
-    rows = next(n for n in ROWS if n >= live)
+    rows = least_holding(live, ROWS)
     x = pad_rows(x, max(rows, x.shape[0]))
 
     def body(layer_ref: Any, x_ref: Any, weight_ref: Any, out_ref: Any) -> None:

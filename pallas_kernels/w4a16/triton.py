@@ -23,15 +23,18 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.instructions import multiply_add
+from pallas_kernels.instructions import assembly, multiply_add
 from pallas_kernels.registry import multiprocessors
-from pallas_kernels.rows import add_in_order, most_live, pad_rows
+from pallas_kernels.rows import add_in_order, least_holding, most_live, pad_rows
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 from pallas_kernels.w4a16.reference import e2m1, e4m3, whole_rows
 
 ROWS = (8, 16, 32, 64)  # of a product; the first is the tensor cores' smallest, whose left side is the weight
 HALF = BLOCK // 2
+
+# Four bytes to four bfloat16 numbers at a time.
+_decoded = functools.partial(assembly, pack=4, dtype=jnp.bfloat16)
 
 
 def product(x: Array, weight: Packed, layer: Any, **tuning: Any) -> Array:
@@ -64,7 +67,7 @@ def _product(
     interpret: bool = False,
 ) -> Array:
     N, blocks = outputs(weight), weight.codes.shape[-3]
-    rows = padded_rows(live)
+    rows = least_holding(live, ROWS)
     x = pad_rows(x, max(rows, x.shape[0]))
     tiles = pl.cdiv(N, columns)
     # At most some 16 parts of a tile: more would cost their sum what they save.
@@ -85,11 +88,6 @@ def _product(
     if isinstance(weight, Fp8) and weight.scales.shape[-2] == 1:
         out = out * weight.scales[layer[0]]
     return out
-
-
-def padded_rows(live: int) -> int:
-    """Of a product with `live` rows."""
-    return next(n for n in ROWS if n >= live)
 
 
 def arrays_of(weight: Packed) -> list[Array]:
@@ -231,7 +229,7 @@ def _counted(codes: Array, high: bool, interpret: bool) -> Array:
     if interpret:
         bits = (codes >> 4 if high else codes & 15).astype(jnp.uint16) | jnp.uint16(0x4300)
         return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
-    return _assembly(
+    return _decoded(
         f"""{{ .reg .b32 c, one; mov.b32 one, 0x43434343;
         {_nibbles(high)}
         prmt.b32 $0, c, one, 0x4140; prmt.b32 $1, c, one, 0x4342; }}""",
@@ -244,7 +242,7 @@ def _e2m1(codes: Array, high: bool, interpret: bool) -> Array:
     moved to their places there (zero exponents make subnormals); the block's scale makes up for all but 2^8 of that."""
     if interpret:  # CPUs flush subnormals
         return e2m1(codes >> 4 if high else codes & 15, jnp.bfloat16) * jnp.bfloat16(2.0**-8)
-    return _assembly(
+    return _decoded(
         f"""{{ .reg .b32 c, a, b, none; mov.b32 none, 0;
         {_nibbles(high)}
         prmt.b32 a, c, none, 0x4140; mul.lo.u32 a, a, 0x1040; and.b32 $0, a, 0x81c081c0;
@@ -267,7 +265,7 @@ def _e4m3(codes: Array, interpret: bool) -> Array:
     if interpret:
         return e4m3(codes, jnp.bfloat16)
     half = "shr.b32 b, a, 4; and.b32 b, b, 0x07f007f0; lop3.b32 a, a, 0x80008000, b, 0xea;"
-    return _assembly(
+    return _decoded(
         f"""{{ .reg .b32 a, b, big, none; mov.b32 none, 0; mov.b32 big, 0x7b807b80;
         prmt.b32 a, $2, none, 0x1404; {half} mul.rn.bf16x2 $0, a, big;
         prmt.b32 a, $2, none, 0x3424; {half} mul.rn.bf16x2 $1, a, big; }}""",
@@ -277,15 +275,3 @@ def _e4m3(codes: Array, interpret: bool) -> Array:
 
 def _nibbles(high: bool) -> str:
     return f"{'shr.b32 c, $2, 4; and.b32 c, c' if high else 'and.b32 c, $2'}, 0x0f0f0f0f;"
-
-
-def _assembly(code: str, codes: Array) -> Array:
-    """Four bytes to four bfloat16 numbers at a time."""
-    [values] = plgpu.elementwise_inline_asm(
-        code,
-        args=[codes],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)],
-    )
-    return values

@@ -17,10 +17,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.rows import most_live, pad_rows
+from pallas_kernels.rows import least_holding, most_live, pad_rows
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
-from pallas_kernels.w4a16.triton import ROWS, adder, arrays_of, dot, inside, load_columns, padded_rows
+from pallas_kernels.w4a16.triton import ROWS, adder, arrays_of, dot, inside, load_columns
 
 
 def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any, **tuning: Any) -> Array:
@@ -57,7 +57,7 @@ def _product(
     N = weight.shape[-1] if plain else outputs(weight)
     blocks = x.shape[-1] // BLOCK
     tuples = x.ndim == 3
-    rows = padded_rows(R)
+    rows = least_holding(R, ROWS)
     x = x.reshape(-1, x.shape[-1]) if tuples else pad_rows(x, max(rows, x.shape[0]))
     wide = jnp.full((rows, pl.next_power_of_2(k)), -1, jnp.int32).at[:R, :k].set(experts)
     add = _add_plain if plain else adder(weight, interpret)
