@@ -1,6 +1,6 @@
 """Exactness and speed of decoding on this machine's device: every draft length against plain decoding, with ==.
 
-python bench/exact_on_device.py [MODEL] [--dtype float32|bfloat16] [--tokens N]
+python bench/exact_on_device.py [MODEL] [--dtype float32|bfloat16] [--kv-dtype float8_e4m3fn] [--tokens N]
 
 Compares tokens and log-probabilities of speculative answers (MTP, forced accept, forced reject) with plain ones, alone and in a
 batch of four, and prints the time a token beside; then turns that go on from the prefix cache with the same turns read anew, what
@@ -25,11 +25,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Exactness and speed of decoding on this machine's device.")
     parser.add_argument("model", nargs="?", default="tiny-agent")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv-dtype", help="of keys and values: float8_e4m3fn, or as --dtype")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, nargs="*", default=[1, 2, 3, 4, 5, 7, 8, 16])
     args = parser.parse_args()
-    print(f"{args.model} {args.dtype} on {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    runtime = atlas_jax.load(args.model, dtype=args.dtype, max_length=1024, slots=4, max_drafts=16, prefix_cache=False)
+    dtypes = dict(dtype=args.dtype, kv_dtype=args.kv_dtype)
+    kept = f"{args.dtype}, keys and values {args.kv_dtype}" if args.kv_dtype else args.dtype
+    print(f"{args.model} {kept} on {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
+    runtime = atlas_jax.load(args.model, max_length=1024, slots=4, max_drafts=16, prefix_cache=False, **dtypes)
     options: dict[str, Any] = dict(max_tokens=args.tokens, ignore_eos=True, logprobs=True, top_logprobs=3)
     plain = [runtime.generate(p, drafter="none", **options) for p in PROMPTS]
     print(f"plain: {plain[-1].timings.tpot_ms:.2f} ms a token", flush=True)
@@ -45,11 +48,11 @@ def main() -> None:
     for got, want in zip(together, plain, strict=True):
         same(got, want, "batch of four, 3 drafts")
     print("batch of four: equal", flush=True)
-    warm_turns(args.model, args.dtype, options)
+    warm_turns(args.model, dtypes, options)
 
 
-def warm_turns(model: str, dtype: str, options: dict[str, Any]) -> None:
-    runtime = atlas_jax.load(model, dtype=dtype, max_length=1024, page_size=64, prefill_chunk=64)
+def warm_turns(model: str, dtypes: dict[str, Any], options: dict[str, Any]) -> None:
+    runtime = atlas_jax.load(model, max_length=1024, page_size=64, prefill_chunk=64, **dtypes)
     ids = runtime.encode(" ".join(PROMPTS) * 8).tolist()
     turns = [ids[:length] for length in (65, 129, 200, 320, 511, 512, 513, 700, 700, 831)]
     runtime.generate(turns[-1], **options)  # compiles

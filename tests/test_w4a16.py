@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import linear, w4a16
 from pallas_kernels.rows import at_most, by_row_group
-from pallas_kernels.w4a16 import triton, triton_experts
+from pallas_kernels.w4a16 import reference, triton, triton_experts, triton_prefill
 from pallas_kernels.w4a16.forms import Fp8, Int4, Nvfp4
 from pallas_kernels.w4a16.pack import blocks, group_rows, pack_nibbles
 
@@ -187,15 +187,29 @@ def test_kernel_rows_together_equal_rows_alone(kind):
     assert few.shape == whole.shape and not np.asarray(few[3:]).any()
 
 
-@pytest.mark.parametrize("kind", ("int4 g128 zeros", "plain", *map(long, ("int4 g64", "nvfp4", "fp8", "fp8 blocks"))))
+def close(got, row, values):
+    """Within the rounding of each weight to bfloat16, which is as random as they are: six standard deviations of its sum."""
+    row = np.asarray(row, np.float64)
+    slack = 6 * 2.0**-9 * np.sqrt(row**2 @ values**2)
+    return (np.abs(np.asarray(got, np.float64) - row @ values) <= bound(row, values) + slack).all()
+
+
+EXPERTS = ("int4 g128 zeros", "plain", *map(long, ("int4 g64", "nvfp4", "fp8", "fp8 blocks")))
+
+
+def experts_of(kind, E, K, N):
+    """Two layers of experts, packed or plain, and their values."""
+    if kind != "plain":
+        return packed(kind, K, N, (2, E))
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(2, E, K, N)), jnp.bfloat16)
+    return weight, np.asarray(weight, np.float64)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
 def test_kernel_of_experts(kind):
     E, K, N = 5, 256, 130
     rng = np.random.default_rng(0)
-    if kind == "plain":
-        weight = jnp.asarray(rng.normal(size=(2, E, K, N)), jnp.bfloat16)
-        values = np.asarray(weight, np.float64)
-    else:
-        weight, values = packed(kind, K, N, (2, E))
+    weight, values = experts_of(kind, E, K, N)
     experts = jnp.asarray([rng.permutation(E)[:3] for _ in range(5)], jnp.int32)
     for x in (rows_of(5, K, "bfloat16"), rows_of(15, K, "bfloat16").reshape(5, 3, K)):
         got = np.asarray(triton_experts.expert_product(x, weight, experts, 1, interpret=not on_gpu), np.float64)
@@ -208,6 +222,44 @@ def test_kernel_of_experts(kind):
             few = np.asarray(triton_experts.expert_product(x, weight, experts, 1, interpret=not on_gpu))
         np.testing.assert_array_equal(few[:2], got[:2].astype(np.float32))
         assert few.shape == got.shape and not few[2:].any()
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_kernel_of_rows_sorted_by_expert(kind):
+    """Experts without rows, with fewer than a tile holds and with more; where rows stand changes no bit of them."""
+    E, K, N = 5, 256, 130
+    weight, values = experts_of(kind, E, K, N)
+    run = jax.jit(functools.partial(triton_prefill.grouped_product, rows=16, interpret=not on_gpu))
+    same = np.testing.assert_array_equal if on_gpu else functools.partial(np.testing.assert_allclose, atol=1e-5)
+    x = rows_of(40, K, "bfloat16")
+    before = None
+    for sizes in ([0, 5, 1, 33, 1], [5, 1, 33, 1, 0], [0, 40, 0, 0, 0]):
+        got = np.asarray(run(x, weight, jnp.asarray(sizes, jnp.int32), 1))
+        assert got.shape == (40, N)
+        of = np.repeat(np.arange(E), sizes)
+        for r, e in enumerate(of):
+            assert close(got[r], x[r], values[1, e])
+        if before is not None:
+            again = before[0] == of
+            same(got[again], before[1][again])
+        before = of, got
+    moved = np.asarray(run(jnp.roll(x, 7, 0), weight, jnp.asarray([0, 40, 0, 0, 0], jnp.int32), 1))
+    same(np.roll(moved, -7, 0), got)
+
+
+@pytest.mark.parametrize(
+    "kind", ("int4 g128 zeros", *map(long, ("int4 g32", "int4 g64", "nvfp4", "fp8", "fp8 blocks")))
+)
+def test_kernels_of_many_rows(kind):
+    """Tiles that rows do not fill, inputs in parts; and the weight that more rows are multiplied by is the twin's to the bit."""
+    weight, values = packed(kind, 200, 130)
+    stack = jax.tree.map(lambda leaf: leaf[None], weight)
+    x, layer = jnp.pad(rows_of(70, 200, "bfloat16"), ((0, 0), (0, 56))), jnp.zeros(1, jnp.int32)
+    got = triton_prefill.product(x, stack, layer, rows=64, parts=2, interpret=not on_gpu)
+    for r in range(70):
+        assert close(got[r], x[r, :200], values)
+    decoded = triton_prefill.decoded(stack, layer, interpret=not on_gpu)
+    np.testing.assert_array_equal(decoded, reference.whole_rows(stack, 0, jnp.bfloat16))
 
 
 def test_forms_side_by_side_and_by_layer():

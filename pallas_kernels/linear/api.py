@@ -11,11 +11,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import w4a16
 from pallas_kernels.linear import reference, triton
 from pallas_kernels.registry import choose
-from pallas_kernels.w4a16 import triton_experts
+from pallas_kernels.w4a16 import triton_experts, triton_prefill
 from pallas_kernels.w4a16.forms import ByLayer, Packed, SideBySide
 
 IMPLEMENTATIONS = {"reference": reference.linear, "triton": triton.linear}
 BY_EXPERT = {"reference": reference.by_expert, "triton": triton_experts.expert_product}
+GROUPED = {"reference": reference.grouped, "triton": triton_prefill.grouped_product}
 
 
 def linear(
@@ -63,15 +64,23 @@ def by_expert(
 
 
 def grouped(
-    x: Float[Array, "R D"], weight: Any, sizes: Int[Array, " E"], layer: int | None = None
+    x: Float[Array, "R D"],
+    weight: Any,
+    sizes: Int[Array, " E"],
+    layer: int | None = None,
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "R N"]:
-    """Rows sorted by expert times a weight [E, D, N], `sizes[e]` rows with expert e, in float32."""
+    """Rows sorted by expert times a weight [E, D, N], `sizes[e]` rows with expert e, in float32. Bits depend on the row, the expert
+    and the numbers of rows and experts."""
     weight, layer = at(weight, layer)
     if isinstance(weight, SideBySide):
-        return jnp.concatenate([grouped(x, part, sizes, layer) for part in weight.parts], axis=-1)
+        parts = [grouped(x, part, sizes, layer, implementation=implementation) for part in weight.parts]
+        return jnp.concatenate(parts, axis=-1)
     if isinstance(weight, Packed):
-        return w4a16.grouped_product(x, weight, sizes, layer)
-    return reference.grouped(x, _layer(weight, layer), sizes)
+        return w4a16.grouped_product(x, weight, sizes, layer, implementation=implementation)
+    by_platform = {"gpu": "triton"} if triton_prefill.fits(x, weight) else {}
+    return choose("grouped", GROUPED, implementation, by_platform)(x, weight, sizes, layer)
 
 
 def at(weight: Any, layer: int | None) -> tuple[Any, int | None]:
@@ -84,7 +93,3 @@ def at(weight: Any, layer: int | None) -> tuple[Any, int | None]:
         stack, number = weight.places[layer]
         return weight.stacks[stack], number
     return weight, layer
-
-
-def _layer(weight: Array, layer: int | None) -> Array:
-    return weight if layer is None else weight[layer]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.instructions import bfloat16_of_e4m3
 
 FLOAT8 = jnp.dtype("float8_e4m3fn")
 LARGEST = 448.0  # of float8_e4m3fn
@@ -16,3 +19,10 @@ def stored(x: Array, dtype: jnp.dtype) -> Array:
     x = x.astype(jnp.float32)
     bounded = jnp.minimum(jnp.maximum(x, -LARGEST), LARGEST)
     return jnp.where(jnp.abs(x) < jnp.inf, bounded, jnp.nan).astype(dtype)
+
+
+def restored(x: Array, dtype: jnp.dtype, interpret: bool) -> Array:
+    """What a kernel reads of it, in `dtype`."""
+    if x.dtype != FLOAT8 or dtype != jnp.bfloat16:
+        return x.astype(dtype)
+    return bfloat16_of_e4m3(jax.lax.bitcast_convert_type(x, jnp.uint8), interpret)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.paged_attention.rounding import stored
+from pallas_kernels.paged_attention.rounding import FLOAT8, restored, stored
 
 ROWS = 16  # of a tile: what one tensor-core instruction takes
 UNIT = 32  # tokens
@@ -108,11 +108,11 @@ def _attend(
     columns = min(64, Dh)
     exact = q.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else None
-    num_stages = num_stages or (1 if exact else 3)
+    num_stages = num_stages or (1 if exact else 2 if pages.keys.dtype == FLOAT8 else 3)
     sizes = dict(K=K, group=group, unit=unit, programs=count)
     partial = lambda *tail: jax.ShapeDtypeStruct((B, Hkv, count, M, *tail), jnp.float32)  # noqa: E731
     mixed, highest, total = pl.pallas_call(
-        functools.partial(_partials, hides=hides, precision=precision, **sizes),
+        functools.partial(_partials, hides=hides, precision=precision, interpret=interpret, **sizes),
         grid=(B, Hkv * shares, count),
         out_shape=(partial(Dh), partial(), partial()),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
@@ -153,6 +153,7 @@ def _partials(
     programs,
     hides,
     precision,
+    interpret,
 ):
     b, program = pl.program_id(0), pl.program_id(2)
     layer, start, count = layers[0], starts[b], counts[b]
@@ -184,8 +185,8 @@ def _partials(
             page = table[b, index // per_page]
             # A multiple of `unit` on the face of it: the compiler must see that the loads are aligned.
             tokens = pl.ds((index % per_page) * unit, unit)
-            key = keys[layer, page, head, :, tokens].astype(q.dtype)
-            value = values[layer, page, head, tokens, :].astype(q.dtype)
+            key = restored(keys[layer, page, head, :, tokens], q.dtype, interpret)
+            value = restored(values[layer, page, head, tokens, :], q.dtype, interpret)
             position = index * unit + jnp.arange(unit)
             if hides:
                 value = jnp.where((position >= firsts[b])[:, None], value, 0)

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
+from pallas_kernels.paged_attention.rounding import restored
 from pallas_kernels.paged_attention.triton import operand
 from pallas_kernels.ragged import BLOCK
 from pallas_kernels.registry import large_shared_memory, matrix_precision
@@ -43,7 +44,9 @@ def _attend(
     num_warps, num_stages = num_warps or 8, num_stages or (2 if large else 1)
     T, H, _ = q.shape
     return pl.pallas_call(
-        functools.partial(_tile, rows=rows, unit=min(unit, pages.page_size), precision=matrix_precision(q)),
+        functools.partial(
+            _tile, rows=rows, unit=min(unit, pages.page_size), precision=matrix_precision(q), interpret=interpret
+        ),
         grid=(H, -(-T // rows), start.shape[0]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
@@ -52,7 +55,7 @@ def _attend(
     )(layer, page_table, start, begin, n_rows, q, *pages)
 
 
-def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, unit, precision):
+def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, unit, precision, interpret):
     # The longest tiles go first: the last ones to finish are short.
     head, tile, s = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1), pl.program_id(2)
     layer, start, count = layers[0], starts[s], counts[s]
@@ -74,8 +77,8 @@ def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, 
         def step(index, carry, masked):
             page = table[s, jax.lax.div(index, jnp.int32(per_page))]
             tokens = pl.ds(jax.lax.rem(index, jnp.int32(per_page)) * unit, unit)
-            key = keys[layer, page, kv, :, tokens].astype(q.dtype)
-            value = values[layer, page, kv, tokens, :].astype(q.dtype)
+            key = restored(keys[layer, page, kv, :, tokens], q.dtype, interpret)
+            value = restored(values[layer, page, kv, tokens, :], q.dtype, interpret)
             score = plgpu.dot(x, key, precision=precision) * Dh**-0.5
             if masked:
                 position = index * unit + jnp.arange(unit)

@@ -8,14 +8,14 @@ from jax import Array
 from jaxtyping import DTypeLike, Float, Float32, Int
 
 from pallas_kernels.registry import choose
-from pallas_kernels.w4a16 import reference, triton, triton_experts
+from pallas_kernels.w4a16 import reference, triton, triton_experts, triton_prefill
 from pallas_kernels.w4a16.forms import Packed
 
 Layer = Int[Array, ""] | int | None
 
 PRODUCTS = {"reference": reference.product, "triton": triton.product}
 EXPERT_PRODUCTS = {"reference": reference.expert_product, "triton": triton_experts.expert_product}
-GROUPED_PRODUCTS = {"reference": reference.grouped_product}
+GROUPED_PRODUCTS = {"reference": reference.grouped_product, "triton": triton_prefill.grouped_product}
 
 
 def product(
@@ -49,7 +49,8 @@ def grouped_product(
     implementation: str | None = None,
 ) -> Float32[Array, "R N"]:
     """Rows sorted by expert times their experts, `sizes[e]` rows of expert e: prefill."""
-    return choose("w4a16 grouped product", GROUPED_PRODUCTS, implementation, {})(x, weight, sizes, layer)
+    by_platform = {"gpu": "triton"} if triton_prefill.fits(x, weight) else {}
+    return choose("w4a16 grouped product", GROUPED_PRODUCTS, implementation, by_platform)(x, weight, sizes, layer)
 
 
 def dequantise(weight: Packed, layer: Layer, inputs: int, dtype: DTypeLike) -> Float[Array, "*experts K N"]:

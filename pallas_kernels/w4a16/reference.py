@@ -110,10 +110,10 @@ def by_pair(x: Array, experts: Array, f: Any) -> Array:
 
 
 def grouped_product(x: Array, weight: Packed, sizes: Array, layer: Any) -> Array:
-    return grouped(x, dequantise(weight, layer, x.shape[1], x.dtype), sizes)
+    return ragged(x, dequantise(weight, layer, x.shape[1], x.dtype), sizes)
 
 
-def grouped(x: Array, weight: Array, sizes: Array) -> Array:
+def ragged(x: Array, weight: Array, sizes: Array) -> Array:
     """Rows sorted by expert times a plain weight [E, K, N]."""
     return jax.lax.ragged_dot(x, weight, sizes, precision=matrix_precision(x), preferred_element_type=jnp.float32)
 

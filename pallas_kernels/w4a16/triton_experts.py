@@ -18,9 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rows import least_holding, most_live, pad_rows
+from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
-from pallas_kernels.w4a16.triton import ROWS, adder, arrays_of, dot, inside, load_columns
+from pallas_kernels.w4a16.triton import ROWS
 
 
 def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any, **tuning: Any) -> Array:
@@ -60,17 +61,15 @@ def _product(
     rows = least_holding(R, ROWS)
     x = x.reshape(-1, x.shape[-1]) if tuples else pad_rows(x, max(rows, x.shape[0]))
     wide = jnp.full((rows, pl.next_power_of_2(k)), -1, jnp.int32).at[:R, :k].set(experts)
-    add = _add_plain if plain else adder(weight, interpret)
-    arrays = [weight] if plain else arrays_of(weight)
     out = pl.pallas_call(
-        functools.partial(_kernel, add, N, columns, blocks, k, tuples),
+        functools.partial(_kernel, adder(weight, interpret), N, columns, blocks, k, tuples),
         grid=(R * k, pl.cdiv(N, columns)),
         # One row more, for those that did not choose the expert, and whole tiles.
         out_shape=jax.ShapeDtypeStruct((R * k + 1, pl.cdiv(N, columns) * columns), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=3),
         interpret=interpret,
         name="w4a16_experts",
-    )(layer, wide, x, *arrays)
+    )(layer, wide, x, *arrays_of(weight))
     out = out[:-1, :N].reshape(R, k, N)
     if isinstance(weight, Nvfp4):
         out = out * (256 * weight.scale[layer[0]][experts])
@@ -114,7 +113,3 @@ def _kernel(
 
         sums = jax.lax.fori_loop(0, blocks, block, jnp.zeros((columns, rows), jnp.float32))
         out_ref[jnp.where(pairs < 0, out_ref.shape[0] - 1, pairs), place] = sums.T
-
-
-def _add_plain(sums: Array, b: Array, load: Any, x: Callable[..., Array], weight: Any) -> Array:
-    return sums + dot(x, b * BLOCK, load(weight, pl.ds(b * BLOCK, BLOCK)).T)

@@ -1,0 +1,193 @@
+"""How the kernels decode a weight: what a program loads of it, block by block, and the arithmetic that makes numbers of codes.
+
+Codes travel as bytes into the layout that the tensor cores' operand has, and are decoded there: four bytes to four bfloat16 numbers
+128 + code by one mask and two byte permutations, since 128 is where bfloat16 counts in ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.instructions import assembly, bfloat16_of_e4m3, multiply_add
+from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed
+from pallas_kernels.w4a16.reference import e2m1, e4m3
+
+HALF = BLOCK // 2
+
+# Of a block, in order: exact values in bfloat16, [columns, inputs], each with its first input's offset, and the scale that they
+# share, of each column, or None. `pieces(b, load, *refs)` gives those of block b.
+Terms = list[tuple[list[tuple[int, Array]], Array | None]]
+Pieces = Callable[..., Terms]
+
+# Four bytes to four bfloat16 numbers at a time.
+_decoded = functools.partial(assembly, pack=4, dtype=jnp.bfloat16)
+
+
+def arrays_of(weight: Packed | Array) -> list[Array]:
+    """What a program reads; scales of whole columns come after it."""
+    if isinstance(weight, jax.Array):
+        return [weight]
+    zeros = [weight.zeros] if isinstance(weight, Int4) and weight.zeros is not None else []
+    return [weight.codes, weight.scales, *zeros]
+
+
+def column_scale(weight: Packed | Array) -> tuple[Array, float] | None:
+    """The scale of whole columns, [..., 1, N], and a factor that belongs to it; None where there is none."""
+    match weight:
+        case Nvfp4():
+            return weight.scale[..., None, :], 256.0  # what `_e2m1` leaves
+        case Fp8() if weight.scales.shape[-2] == 1:
+            return weight.scales, 1.0
+    return None
+
+
+def inside(tile: Array, columns: int, N: int) -> Array | None:
+    """Which columns of a tile there are; None where all tiles are whole."""
+    return tile * columns + jnp.arange(columns) < N if N % columns else None
+
+
+def load_columns(
+    lead: tuple[Any, ...], place: Any, mask: Array | None, ref: Any, row: Any, inputs: Any = None
+) -> Array:
+    """A tile's columns of a row of scales (or of several, [rows, columns]), or of a block's codes, [columns, inputs]."""
+    index = (*lead, row, place) if inputs is None else (*lead, row, place, inputs)
+    if mask is None:
+        return ref[index]
+    if inputs is not None:
+        mask = jnp.broadcast_to(mask[:, None], (place.size, inputs.size))
+    elif isinstance(row, pl.Slice):
+        mask = jnp.broadcast_to(mask, (row.size, place.size))
+    return plgpu.load(ref.at[index], mask=mask, other=0)
+
+
+def adder(weight: Packed | Array, interpret: bool) -> Callable[..., Array]:
+    """`add(sums, b, load, x, *refs)` adds the inputs `x(first, count)` [rows, count] of block b times its columns to `sums`
+    [columns, rows]: of each scale the sum of exact factors in float32, then the scale."""
+    pieces = pieces_of(weight, interpret)
+
+    def add(sums: Array, b: Array, load: Any, x: Callable[..., Array], *refs: Any) -> Array:
+        dot = lambda at, values: plgpu.dot(values, x(b * BLOCK + at, values.shape[1]).T)  # noqa: E731
+        for terms, scale in pieces(b, load, *refs):
+            if scale is None:
+                for at, values in terms:
+                    sums = sums + dot(at, values)
+            else:
+                partial = functools.reduce(jnp.add, (dot(at, values) for at, values in terms))
+                sums = multiply_add(partial, scale.astype(jnp.float32)[:, None], sums, interpret)
+        return sums
+
+    return add
+
+
+def rounded_values(weight: Packed | Array, interpret: bool) -> Callable[..., list[tuple[int, Array]]]:
+    """`values(b, load, *refs)` gives a block's values, scales of whole columns left out, rounded to bfloat16 once:
+    [columns, inputs], each with its first input's offset."""
+    pieces = pieces_of(weight, interpret)
+
+    def scaled(values: Array, scale: Array | None) -> Array:
+        if scale is None:
+            return values
+        wide = jnp.bfloat16 if scale.dtype == jnp.bfloat16 else jnp.float32  # either way the product is rounded once
+        return (values.astype(wide) * scale.astype(wide)[:, None]).astype(jnp.bfloat16)
+
+    return lambda *args: [(at, scaled(part, scale)) for terms, scale in pieces(*args) for at, part in terms]
+
+
+def pieces_of(weight: Packed | Array, interpret: bool) -> Pieces:
+    match weight:
+        case Int4():
+            return functools.partial(_int4, weight.group, interpret)
+        case Nvfp4():
+            return functools.partial(_nvfp4, interpret)
+        case Fp8():
+            return functools.partial(_fp8, weight.scales.shape[-2] > 1, interpret)
+    return _plain
+
+
+def _plain(b: Array, load: Any, weight: Any) -> Terms:
+    return [([(0, load(weight, pl.ds(b * BLOCK, BLOCK)).T)], None)]
+
+
+def _int4(group: int, interpret: bool, b: Array, load: Any, codes: Any, scales: Any, *zeros: Any) -> Terms:
+    bytes_, groups = min(group, HALF), BLOCK // group
+    loaded = [load(codes, b, pl.ds(i, bytes_)) for i in range(0, HALF, bytes_)]
+    terms: Terms = []
+    for high in (False, True):
+        for i, part in enumerate(loaded):
+            at = high * HALF + i * bytes_
+            g = b * groups + at // group
+            if zeros:
+                shift = load(zeros[0], g).astype(jnp.bfloat16)[:, None] + jnp.bfloat16(128)
+            else:
+                shift = jnp.bfloat16(136)
+            term = at, _counted(part, high, interpret) - shift
+            if at % group:
+                terms[-1][0].append(term)
+            else:
+                terms.append(([term], load(scales, g)))
+    return terms
+
+
+def _nvfp4(interpret: bool, b: Array, load: Any, codes: Any, scales: Any) -> Terms:
+    """Codes times block scales, which is exact in bfloat16; 2^-8 of it (`_e2m1`)."""
+    loaded = load(codes, b, pl.ds(0, HALF))
+    terms: Terms = []
+    for high in (False, True):
+        values = _e2m1(loaded, high, interpret)
+        four = _block_scales(load(scales, pl.ds(b * (BLOCK // 16) + 4 * high, 4)).T, interpret)[:, :, None]
+        wide = jnp.broadcast_to(four, (values.shape[0], 4, 16)).reshape(values.shape)
+        terms.append(([(high * HALF, values * wide)], None))
+    return terms
+
+
+def _fp8(by_block: bool, interpret: bool, b: Array, load: Any, codes: Any, scales: Any) -> Terms:
+    values = bfloat16_of_e4m3(load(codes, b, pl.ds(0, BLOCK)), interpret, nan=False)
+    return [([(0, values)], load(scales, b) if by_block else None)]
+
+
+def _counted(codes: Array, high: bool, interpret: bool) -> Array:
+    """128 + the codes in the low or high halves of bytes, in bfloat16."""
+    if interpret:
+        bits = (codes >> 4 if high else codes & 15).astype(jnp.uint16) | jnp.uint16(0x4300)
+        return jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return _decoded(
+        f"""{{ .reg .b32 c, one; mov.b32 one, 0x43434343;
+        {_nibbles(high)}
+        prmt.b32 $0, c, one, 0x4140; prmt.b32 $1, c, one, 0x4342; }}""",
+        codes,
+    )
+
+
+def _e2m1(codes: Array, high: bool, interpret: bool) -> Array:
+    """Four-bit floats in the low or high halves of bytes, in bfloat16: 2^-126 of them, when sign, exponent and mantissa have been
+    moved to their places there (zero exponents make subnormals); the block's scale makes up for all but 2^8 of that."""
+    if interpret:  # CPUs flush subnormals
+        return e2m1(codes >> 4 if high else codes & 15, jnp.bfloat16) * jnp.bfloat16(2.0**-8)
+    return _decoded(
+        f"""{{ .reg .b32 c, a, b, none; mov.b32 none, 0;
+        {_nibbles(high)}
+        prmt.b32 a, c, none, 0x4140; mul.lo.u32 a, a, 0x1040; and.b32 $0, a, 0x81c081c0;
+        prmt.b32 b, c, none, 0x4342; mul.lo.u32 b, b, 0x1040; and.b32 $1, b, 0x81c081c0; }}""",
+        codes,
+    )
+
+
+def _block_scales(bits: Array, interpret: bool) -> Array:
+    """Positive E4M3 numbers in bfloat16, 2^118 of them for what `_e2m1` leaves: their bits moved to where bfloat16 has them are
+    2^-120 of the number, and the rest of the way is more than one factor can go."""
+    if interpret:
+        return e4m3(bits, jnp.bfloat16)
+    moved = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16) << 4, jnp.bfloat16)
+    return moved * jnp.bfloat16(2.0**119) * jnp.bfloat16(2.0**119)
+
+
+def _nibbles(high: bool) -> str:
+    return f"{'shr.b32 c, $2, 4; and.b32 c, c' if high else 'and.b32 c, $2'}, 0x0f0f0f0f;"
