@@ -13,7 +13,7 @@ from models import steps as shared_steps
 from atlas_jax.cache.budget import budget
 from atlas_jax.config import RunConfig
 from atlas_jax.runtime import Runtime
-from pallas_kernels.paged_attention.rounding import FLOAT8, stored
+from pallas_kernels.paged_attention.pages import FLOAT8, stored
 
 FP8 = "float8_e4m3fn"
 TOKENS = np.random.default_rng(0).integers(0, 96, 80)

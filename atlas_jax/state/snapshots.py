@@ -12,6 +12,7 @@ from atlas_jax.state.slots import put, take
 from atlas_jax.state.target import TargetState
 from pallas_kernels.gated_delta import Journal, fold, window
 from pallas_kernels.paged_attention import Pages
+from pallas_kernels.paged_attention.pages import turned
 
 
 @jax.tree_util.register_dataclass
@@ -81,9 +82,11 @@ def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
     settled = settle(state, slot[None])
     length = settled.base[slot]
     kv = Pages(*(x[:, settled.page_table[slot]] for x in settled.pages))
-    position = jnp.arange(kv.values.shape[1])[:, None] * kv.page_size + jnp.arange(kv.page_size)
-    live = (position < length)[None, :, None, :, None]
-    kv = Pages(jnp.where(jnp.swapaxes(live, 3, 4), kv.keys, 0), jnp.where(live, kv.values, 0))
+    position = jnp.arange(kv.keys.shape[1])[:, None] * kv.page_size + jnp.arange(kv.page_size)
+    live = (position < length)[None, :, None, None, :]
+    column, row = live, jnp.swapaxes(live, 3, 4)
+    key_live, value_live = (row, column) if turned(kv.keys.dtype) else (column, row)
+    kv = Pages(jnp.where(key_live, kv.keys, 0), jnp.where(value_live, kv.values, 0))
     return Snapshot(kv=kv, length=length, ok=settled.ok[slot], **settled_leaves(settled, slot))
 
 

@@ -14,7 +14,7 @@ from atlas_jax.errors import StateError
 from atlas_jax.shapes import Array, Bool, Float, Int
 from atlas_jax.state.record import Field, Record, record
 from pallas_kernels.gated_delta import Recurrent
-from pallas_kernels.paged_attention import Pages
+from pallas_kernels.paged_attention import Pages, page_shapes
 
 
 @jax.tree_util.register_dataclass
@@ -118,8 +118,7 @@ def init(config: ModelConfig, run: RunConfig, spare_pages: int = 0) -> TargetSta
     zeros = jnp.zeros
     return TargetState(
         pages=Pages(
-            zeros((*pages, config.head_dim, run.page_size), jnp.dtype(run.page_dtype)),
-            zeros((*pages, run.page_size, config.head_dim), jnp.dtype(run.page_dtype)),
+            *(zeros(x, run.page_dtype) for x in page_shapes(pages, run.page_size, config.head_dim, run.page_dtype))
         ),
         h=zeros((Lg, S, Hv, Dv, Dk), jnp.float32),
         conv=zeros((Lg, S, ring + config.linear_conv_kernel_dim - 1, config.conv_channels), dtype),

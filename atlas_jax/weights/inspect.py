@@ -181,7 +181,7 @@ def _state(config: ModelConfig) -> dict[str, int]:
         for field in dataclasses.fields(shapes)
         if field.name not in ("pages", "slots")
     }
-    _, pages, _, page_tokens, _ = shapes.pages.values.shape
+    pages, page_tokens = shapes.pages.keys.shape[1], shapes.pages.page_size
     return {
         "recurrent": per_slot["h"],
         "convolution": per_slot["conv"],

@@ -1,33 +1,18 @@
 """Causal grouped-query attention over a paged cache, and the write that precedes it.
 
-A head's keys in a page are [Dh, N] and its values [N, Dh]: each is the right-hand side of a product as it lies. The reduction over
-keys goes page by page with a running maximum (Milakov & Gimelshein, 2018): pages past a row's position add exact zeros, so a row's
-bits depend on its own length only.
+The reduction over keys goes page by page with a running maximum (Milakov & Gimelshein, 2018): pages past a row's position add exact
+zeros, so a row's bits depend on its own length only. `pages` says how the cache lies.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import reference, triton, triton_prefill
+from pallas_kernels.paged_attention.pages import Pages
 from pallas_kernels.ragged import rows_of
 from pallas_kernels.registry import choose
-
-
-class Pages(NamedTuple):
-    """The paged cache of L layers: P pages of N tokens, in the model's dtype or in float8_e4m3fn (`rounding.stored`). Page 0 is the
-    sentinel."""
-
-    keys: Float[Array, "L P Hkv Dh N"]
-    values: Float[Array, "L P Hkv N Dh"]
-
-    @property
-    def page_size(self) -> int:
-        return self.values.shape[3]
-
 
 ATTEND = {"reference": reference.attend, "triton": triton.attend}
 ATTEND_RAGGED = {"reference": reference.attend_ragged, "triton": triton_prefill.attend_ragged}

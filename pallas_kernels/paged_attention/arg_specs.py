@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention.api import Pages
+from pallas_kernels.paged_attention.pages import Pages, page_shapes, turned
 from pallas_kernels.rows import round_up
 
 
@@ -48,8 +48,8 @@ SMALL = {  # for the interpreter, which is slow
 
 def pages_spec(shape: Shape, pages: int, dtype: Any = jnp.bfloat16) -> Pages:
     _, Hkv, Dh, N, L = shape
-    spec = lambda *tail: jax.ShapeDtypeStruct((L, pages, Hkv, *tail), jnp.dtype(dtype))  # noqa: E731
-    return Pages(spec(Dh, N), spec(N, Dh))  # pyright: ignore[reportArgumentType]
+    shapes = page_shapes((L, pages, Hkv), N, Dh, dtype)
+    return Pages(*(jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for x in shapes))  # pyright: ignore[reportArgumentType]
 
 
 def attend_specs(
@@ -99,8 +99,9 @@ def arrays(
             at = np.arange(firsts[b], start[b] + n_rows[b])
             seen[owned[b, at // shape.page_size], at % shape.page_size] = True
             q[b * K + n_rows[b] : (b + 1) * K] = np.nan
-        keys = np.where(seen[None, :, None, None, :], keys, np.nan)
-        values = np.where(seen[None, :, None, :, None], values, np.nan)
+        last, before = seen[None, :, None, None, :], seen[None, :, None, :, None]
+        key_seen, value_seen = (before, last) if turned(pages.keys.dtype) else (last, before)
+        keys, values = np.where(key_seen, keys, np.nan), np.where(value_seen, values, np.nan)
         for x in (keys, values):
             x[[i for i in range(shape.layers) if i != layer]] = np.nan
     values_ = (q, Pages(keys, values), owned, np.asarray(start), np.asarray(n_rows))  # pyright: ignore

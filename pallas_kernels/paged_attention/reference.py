@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.paged_attention.rounding import stored
+from pallas_kernels.paged_attention.pages import stored, turned
 from pallas_kernels.ragged import BLOCK
 from pallas_kernels.rows import by_row_group, by_sequence, live_rows, pad_rows
 
@@ -26,11 +26,14 @@ def write(pages: Any, layer: int, k: Array, v: Array, page_table: Array, start: 
     k, v = (stored(x[: B * K], pages.keys.dtype) for x in (k, v))
 
     def put(i: Array, pages: Any) -> Any:
-        key, value = k[i][None, None, :, :, None], v[i][None, None, :, None, :]
-        return pages._replace(
-            keys=jax.lax.dynamic_update_slice(pages.keys, key, (layer, page[i], 0, 0, offset[i])),
-            values=jax.lax.dynamic_update_slice(pages.values, value, (layer, page[i], 0, offset[i], 0)),
-        )
+        def one(x: Array, new: Array, column: bool) -> Array:
+            """A token is a column of the last two axes, or a row."""
+            at = (0, offset[i]) if column else (offset[i], 0)
+            new = jnp.expand_dims(new, -1 if column else -2)[None, None]
+            return jax.lax.dynamic_update_slice(x, new, (layer, page[i], 0, *at))
+
+        turn = turned(pages.keys.dtype)
+        return type(pages)(one(pages.keys, k[i], not turn), one(pages.values, v[i], turn))
 
     return jax.lax.fori_loop(0, live_rows(n_rows, K), put, pages)
 
@@ -94,7 +97,7 @@ def _over_pages(
     """Attention of rows of one sequence [rows, H, Dh] at `position` [rows] over its first `used` pages, of which the first `full`
     hold nothing but what all rows see; float32. One product a page and head."""
     _, H, Dh = q.shape
-    Hkv, page_size = pages.values.shape[2:4]
+    Hkv, page_size = pages.keys.shape[2], pages.page_size
     group = H // Hkv
     q = q.reshape(-1, Hkv, group, Dh).transpose(1, 0, 2, 3).reshape(Hkv, -1, Dh).astype(jnp.float32) * Dh**-0.5
     limit = jnp.repeat(position, group)[None, :, None]
@@ -102,7 +105,9 @@ def _over_pages(
     def page(i: Array, carry: tuple[Array, Array, Array], settled: bool) -> tuple[Array, Array, Array]:
         highest, total, mixed = carry
         at = lambda x: jax.lax.dynamic_slice(x, (layer, table[i], 0, 0, 0), (1, 1, *x.shape[2:]))[0, 0]  # noqa: E731
-        key, value = at(pages.keys).astype(jnp.float32), at(pages.values).astype(jnp.float32)
+        key, value = (at(x).astype(jnp.float32) for x in pages)
+        if turned(pages.keys.dtype):
+            key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
         score = jnp.einsum("hrd,hdt->hrt", q, key, precision=HIGHEST)
         position = i * page_size + jnp.arange(page_size)[None, None, :]
         seen = position <= limit

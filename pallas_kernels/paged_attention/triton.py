@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.paged_attention.rounding import FLOAT8, restored, stored
+from pallas_kernels.paged_attention.pages import loaded, page_size, stored, turned
 
 ROWS = 16  # of a tile: what one tensor-core instruction takes
 UNIT = 32  # tokens
@@ -53,7 +53,7 @@ def _write(
     interpret: bool = False,
 ) -> Any:
     B = start.shape[0]
-    _, _, Hkv, _, page_size = pages.keys.shape
+    Hkv, page_size, turn = pages.keys.shape[2], pages.page_size, turned(pages.keys.dtype)
 
     def body(layers, table, starts, counts, k, v, _keys, _values, keys, values):
         layer = layers[0]
@@ -63,8 +63,9 @@ def _write(
         def _():
             position = starts[b] + t
             page, offset = table[b, position // page_size], position % page_size
-            keys[layer, page, head, :, offset] = stored(k[b * K + t, head, :], keys.dtype)
-            values[layer, page, head, offset, :] = stored(v[b * K + t, head, :], values.dtype)
+            column, row = (layer, page, head, slice(None), offset), (layer, page, head, offset, slice(None))
+            keys[row if turn else column] = stored(k[b * K + t, head, :], keys.dtype)
+            values[column if turn else row] = stored(v[b * K + t, head, :], values.dtype)
 
     out = pl.pallas_call(
         body,
@@ -98,7 +99,7 @@ def _attend(
 ) -> Array:
     R, H, Dh = q.shape
     B = start.shape[0]
-    Hkv, page_size = pages.values.shape[2:4]
+    Hkv, page_size = pages.keys.shape[2], pages.page_size
     group = H // Hkv
     unit = min(unit, page_size)
     tiles = -(-K * group // ROWS)
@@ -108,7 +109,7 @@ def _attend(
     columns = min(64, Dh)
     exact = q.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if exact else None
-    num_stages = num_stages or (1 if exact else 2 if pages.keys.dtype == FLOAT8 else 3)
+    num_stages = num_stages or (1 if exact else 3)
     sizes = dict(K=K, group=group, unit=unit, programs=count)
     partial = lambda *tail: jax.ShapeDtypeStruct((B, Hkv, count, M, *tail), jnp.float32)  # noqa: E731
     mixed, highest, total = pl.pallas_call(
@@ -158,8 +159,7 @@ def _partials(
     b, program = pl.program_id(0), pl.program_id(2)
     layer, start, count = layers[0], starts[b], counts[b]
     used = _used(start, count, unit)
-    _, _, Hkv, Dh, page_size = keys.shape
-    per_page = page_size // unit
+    Hkv, Dh, per_page = keys.shape[2], q.shape[2], page_size(keys) // unit
     shares = pl.num_programs(1) // Hkv
     head, share = pl.program_id(1) // shares, pl.program_id(1) % shares
     tiles = min(mixed.shape[3] // ROWS, TILES)
@@ -185,8 +185,8 @@ def _partials(
             page = table[b, index // per_page]
             # A multiple of `unit` on the face of it: the compiler must see that the loads are aligned.
             tokens = pl.ds((index % per_page) * unit, unit)
-            key = restored(keys[layer, page, head, :, tokens], q.dtype, interpret)
-            value = restored(values[layer, page, head, tokens, :], q.dtype, interpret)
+            key = loaded(keys, (layer, page, head), slice(None), tokens, q.dtype, interpret)
+            value = loaded(values, (layer, page, head), tokens, slice(None), q.dtype, interpret)
             position = index * unit + jnp.arange(unit)
             if hides:
                 value = jnp.where((position >= firsts[b])[:, None], value, 0)

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.paged_attention.rounding import restored
+from pallas_kernels.paged_attention.pages import loaded, page_size
 from pallas_kernels.paged_attention.triton import operand
 from pallas_kernels.ragged import BLOCK
 from pallas_kernels.registry import large_shared_memory, matrix_precision
@@ -59,9 +59,8 @@ def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, 
     # The longest tiles go first: the last ones to finish are short.
     head, tile, s = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1), pl.program_id(2)
     layer, start, count = layers[0], starts[s], counts[s]
-    T, H, _ = q.shape
-    _, _, Hkv, Dh, page_size = keys.shape
-    per_page, kv = page_size // unit, head // (H // Hkv)
+    T, H, Dh = q.shape
+    per_page, kv = page_size(keys) // unit, head // (H // keys.shape[2])
 
     @pl.when(tile * rows < count)
     def _():
@@ -77,8 +76,8 @@ def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, 
         def step(index, carry, masked):
             page = table[s, jax.lax.div(index, jnp.int32(per_page))]
             tokens = pl.ds(jax.lax.rem(index, jnp.int32(per_page)) * unit, unit)
-            key = restored(keys[layer, page, kv, :, tokens], q.dtype, interpret)
-            value = restored(values[layer, page, kv, tokens, :], q.dtype, interpret)
+            key = loaded(keys, (layer, page, kv), slice(None), tokens, q.dtype, interpret)
+            value = loaded(values, (layer, page, kv), tokens, slice(None), q.dtype, interpret)
             score = plgpu.dot(x, key, precision=precision) * Dh**-0.5
             if masked:
                 position = index * unit + jnp.arange(unit)
