@@ -92,6 +92,8 @@ def compile_request(request: Request, dump: pathlib.Path) -> Result:
     function, args, donate, options = pickle.loads(request.call)
     shutil.rmtree(dump, ignore_errors=True)
     mesh = _mesh(request.target)
+    devices: Any = lambda *_: list(mesh.devices.flat)  # noqa: E731
+    jax.devices = devices  # the card is asked for its name, and what else a kernel is cut to
     on_device = NamedSharding(mesh, PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device)  # noqa: E731
     args = jax.tree.map(place, args)

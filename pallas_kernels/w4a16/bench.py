@@ -121,28 +121,6 @@ def bench_torch(N: int, K: int) -> dict[int, float]:
     return times
 
 
-def bench_many_rows(N: int, K: int, tokens: int = 2048) -> None:
-    layers = 4
-    stack = weight("int4 g128", N, K, layers)
-    plain = normal(2, layers, K, N, scale=0.01)
-
-    def product(x: Any, w: Any, layer: int) -> Any:
-        return jax.lax.dot_general(x, w[layer], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-    x = normal(1, tokens, K)
-    jobs = [compiled(one_after_another(f, layers), x, w) for f, w in ((api.product, stack), (product, plain))]
-    ours, theirs = (seconds(job.result(), (x, w), n=5)[0] / layers for job, w in zip(jobs, (stack, plain), strict=True))
-    rate = 2 * tokens * N * K / ours / 1e12
-    row(
-        f"{N}x{K}, int4 g128",
-        f"{tokens}",
-        f"{ours * 1e6:.0f} us",
-        f"{theirs * 1e6:.0f} us in bfloat16",
-        f"{rate:.0f} TFLOP/s",
-        "",
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Products with packed weights, beside their floors and peers.")
     parser.add_argument("--shapes", nargs="*", default=[f"{N}x{K}" for N, K in SHAPES])
@@ -165,7 +143,6 @@ def main() -> None:
                 continue
             for M, us in times.items():
                 row(f"{N}x{K}, {peer}", f"{M}", f"{us:.2f} us", "", f"ours is {us / ours[M]:.2f} times as fast", "")
-        bench_many_rows(N, K)
 
 
 if __name__ == "__main__":

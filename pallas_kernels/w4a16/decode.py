@@ -68,6 +68,15 @@ def load_columns(
     return plgpu.load(ref.at[index], mask=mask, other=0)
 
 
+def store_rows(ref: Any, lead: tuple[Any, ...], rows: Array, where: Array, place: Any, values: Array) -> None:
+    """Stores those `values` [rows, columns] that are asked for. The others' place is the array's last row, which nothing is stored
+    to: all of them at one place would wait for each other."""
+    rows = jnp.where(where, rows, ref.shape[len(lead)] - 1)[:, None]
+    columns = (place.start + jnp.arange(place.size))[None]
+    at = (*(jnp.full((1, 1), i) for i in lead), rows, columns)
+    plgpu.store(ref.at[at], values, mask=jnp.broadcast_to(where[:, None], values.shape))
+
+
 def adder(weight: Packed | Array, interpret: bool) -> Callable[..., Array]:
     """`add(sums, b, load, x, *refs)` adds the inputs `x(first, count)` [rows, count] of block b times its columns to `sums`
     [columns, rows]: of each scale the sum of exact factors in float32, then the scale."""

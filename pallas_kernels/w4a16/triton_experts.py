@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rows import least_holding, most_live, pad_rows
-from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns
+from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns, store_rows
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 from pallas_kernels.w4a16.triton import ROWS
@@ -64,7 +64,7 @@ def _product(
     out = pl.pallas_call(
         functools.partial(_kernel, adder(weight, interpret), N, columns, blocks, k, tuples),
         grid=(R * k, pl.cdiv(N, columns)),
-        # One row more, for those that did not choose the expert, and whole tiles.
+        # One row more (`store_rows`), and whole tiles of columns.
         out_shape=jax.ShapeDtypeStruct((R * k + 1, pl.cdiv(N, columns) * columns), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=3),
         interpret=interpret,
@@ -112,4 +112,4 @@ def _kernel(
             return add(sums, b, load, read, *weight_refs)
 
         sums = jax.lax.fori_loop(0, blocks, block, jnp.zeros((columns, rows), jnp.float32))
-        out_ref[jnp.where(pairs < 0, out_ref.shape[0] - 1, pairs), place] = sums.T
+        store_rows(out_ref, (), theirs, pairs >= 0, place, sums.T)

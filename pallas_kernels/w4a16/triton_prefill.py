@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.registry import large_shared_memory, multiprocessors
 from pallas_kernels.rows import add_in_order
-from pallas_kernels.w4a16.decode import arrays_of, column_scale, inside, load_columns, rounded_values
+from pallas_kernels.w4a16.decode import arrays_of, column_scale, inside, load_columns, rounded_values, store_rows
 from pallas_kernels.w4a16.forms import BLOCK, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 
@@ -84,7 +84,7 @@ def _grouped(
     out = pl.pallas_call(
         functools.partial(_tile, rounded_values(weight, interpret), factor, N, rows, columns, x.shape[1] // BLOCK),
         grid=(pl.cdiv(N, columns), tiles.shape[0], parts),
-        # One row more, for the rows that a tile lacks, and whole tiles of columns.
+        # One row more (`store_rows`), and whole tiles of columns.
         out_shape=jax.ShapeDtypeStruct((parts, R + 1, pl.cdiv(N, columns) * columns), jnp.float32),
         compiler_params=plgpu.CompilerParams(
             num_warps=num_warps or (2 if rows == 16 and not plain else 4), num_stages=3 if large_shared_memory() else 2
@@ -146,11 +146,11 @@ def _tile(
         sums = jax.lax.fori_loop(part * blocks // parts, (part + 1) * blocks // parts, block, sums)
         if scale_ref is not None:
             sums = sums * (factor * load(scale_ref, jnp.int32(0)))[:, None]
-        out_ref[part, jnp.where(row < end, row, out_ref.shape[1] - 1), place] = sums.T
+        store_rows(out_ref, (part,), row, row < end, place, sums.T)
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "num_warps", "interpret"))
-def decoded(weight: Packed, layer: Array, *, columns: int = 64, num_warps: int = 4, interpret: bool = False) -> Array:
+def decoded(weight: Packed, layer: Array, *, columns: int = 64, num_warps: int = 8, interpret: bool = False) -> Array:
     """A layer's weight in bfloat16, [N, P]: the values of `reference.whole_rows`."""
     N, blocks, values = outputs(weight), weight.codes.shape[-3], rounded_values(weight, interpret)
     scale, factor = column_scale(weight) or (None, 1.0)
