@@ -13,7 +13,7 @@ import pytest
 from deviceless import CAPTURE, assert_fits, assert_in_place, assert_wide_loads, compile_for
 
 from atlas_jax.models.layers import rms_norm
-from pallas_kernels import w4a16
+from pallas_kernels import linear, w4a16
 from pallas_kernels.gated_delta import arg_specs as gated
 from pallas_kernels.gated_delta import triton as step_kernel
 from pallas_kernels.gated_delta import triton_prefill
@@ -50,6 +50,10 @@ def fold(*args):
 
 def attend(K, q, pages, *rest):
     return attention_kernel.attend(q, pages, 1, *rest, K, first=0, row_group=16)
+
+
+# The fastest tile on an H200 keeps twenty numbers a thread elsewhere; those that need not take 1.06 to 1.6 times as long.
+SPILLS = {"h200": 80, "gb10": 0}
 
 
 def chunk(shape: paged.Shape, T: int, context: int = 8192, **options: Any) -> tuple[Any, ...]:
@@ -110,6 +114,15 @@ def product(x, weight):
     return w4a16.product(x, weight, 1)
 
 
+def both_layers(x, weight):
+    y = w4a16.product(x, weight, 0)
+    return y + w4a16.product(x + y[:, :1].astype(x.dtype), weight, 1)
+
+
+def of_experts(x, weight, sizes):
+    return linear.grouped(x, weight, sizes, 1)
+
+
 PRODUCTS = [("h200", "g128"), ("gb10", "nvfp4")]
 MORE = [(t, form) for t in ("h200", "gb10") for form in ("g128", "g128z", "g064", "g032", "nvfp4", "fp8")]
 
@@ -123,6 +136,36 @@ def test_products_with_packed_weights_fit_and_load_sixteen_bytes_at_a_time(targe
     assert_fits(compiled)
     assert_wide_loads(compiled, "w4a16_product*")
     assert not compiled.copies()  # the layer is read out of its stack
+
+
+CHUNKS = [("h200", "g128"), ("gb10", "nvfp4")]
+
+
+@pytest.mark.parametrize(
+    ("target", "form"), CHUNKS + [pytest.param(*x, marks=pytest.mark.long) for x in MORE if x not in CHUNKS]
+)
+def test_products_of_chunks_fit_and_decode_one_layer_at_a_time(target, form):
+    for rows, kernel in ((256, "w4a16_prefill*"), (2048, "w4a16_decode*")):
+        x = jax.ShapeDtypeStruct((rows, 5120), jnp.bfloat16)
+        compiled = compile_for(target, both_layers, x, packed(form), compiler_options=CAPTURE)
+        assert_fits(compiled)
+        assert compiled.kernels(kernel)
+        assert not compiled.copies()
+        layer = 2 * 34816 * 5120  # bytes, decoded
+        assert compiled.temp_bytes < (1.9 if rows > 512 else 0.9) * layer
+
+
+@pytest.mark.parametrize("target", ["h200", pytest.param("gb10", marks=pytest.mark.long)])
+def test_experts_of_a_chunk_are_computed_by_those_who_chose_them(target):
+    """No array of every row for every expert, which XLA's own product makes."""
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    plain = of(jnp.bfloat16, 2, 256, 2048, 1024)
+    packed = w4a16.Int4(of(jnp.uint8, 2, 256, 16, 1024, 64), of(jnp.bfloat16, 2, 256, 16, 1024))
+    for weight in (plain, packed):
+        for rows in (2048, 16384):
+            compiled = compile_for(target, of_experts, of(jnp.bfloat16, rows, 2048), weight, of(jnp.int32, 256))
+            assert_fits(compiled)
+            assert compiled.temp_bytes < 8 * rows * 2048
 
 
 # ---- row groups --------------------------------------------------------------------------------------------------------
@@ -210,7 +253,7 @@ def test_attention_over_eight_bit_pages_fits_and_reads_sixteen_bytes_at_a_time(t
 @cases(("gb10", "27b", 2048), every=PREFILLS)
 def test_attention_of_a_prefill_fits_and_reads_sixteen_bytes_at_a_time(target, name, K):
     compiled = compile_for(target, attend_chunk, *chunk(paged.SHAPES[name], K), compiler_options=CAPTURE)
-    assert_fits(compiled)
+    assert_fits(compiled, spill_bytes=SPILLS[target])
     assert_in_place(compiled)
     assert_wide_loads(compiled, "paged_attention_prefill*")
 
@@ -219,7 +262,7 @@ def test_attention_of_a_prefill_fits_and_reads_sixteen_bytes_at_a_time(target, n
 @pytest.mark.parametrize("target", ["h200", "gb10"])
 def test_attention_of_a_prefill_over_eight_bit_pages_fits(target):
     args = chunk(paged.SHAPES["27b"], 2048, kv_dtype=FP8)
-    assert_fits(compile_for(target, attend_chunk, *args, compiler_options=CAPTURE))
+    assert_fits(compile_for(target, attend_chunk, *args, compiler_options=CAPTURE), spill_bytes=SPILLS[target])
 
 
 @cases(("h200", "27b", 4))

@@ -77,7 +77,8 @@ class MoeFeedForward(Block):
         sizes = jnp.bincount(experts.reshape(-1), length=self.config.num_experts).astype(jnp.int32)
         product = lambda a, w: linear.grouped(a, w, sizes, i).astype(x.dtype)  # noqa: E731
         out = product(gated(product(x[order // k], self.gate_up)), self.down)
-        return jnp.zeros_like(out).at[order].set(out).reshape(x.shape[0], k, -1)
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size))
+        return out[place].reshape(x.shape[0], k, -1)
 
 
 def feed_forward(config: ModelConfig) -> type[DenseFeedForward] | type[MoeFeedForward]:

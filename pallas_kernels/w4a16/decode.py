@@ -77,10 +77,9 @@ def store_rows(ref: Any, lead: tuple[Any, ...], rows: Array, where: Array, place
     plgpu.store(ref.at[at], values, mask=jnp.broadcast_to(where[:, None], values.shape))
 
 
-def adder(weight: Packed | Array, interpret: bool) -> Callable[..., Array]:
+def adder(pieces: Pieces, interpret: bool) -> Callable[..., Array]:
     """`add(sums, b, load, x, *refs)` adds the inputs `x(first, count)` [rows, count] of block b times its columns to `sums`
     [columns, rows]: of each scale the sum of exact factors in float32, then the scale."""
-    pieces = pieces_of(weight, interpret)
 
     def add(sums: Array, b: Array, load: Any, x: Callable[..., Array], *refs: Any) -> Array:
         dot = lambda at, values: plgpu.dot(values, x(b * BLOCK + at, values.shape[1]).T)  # noqa: E731
@@ -96,21 +95,8 @@ def adder(weight: Packed | Array, interpret: bool) -> Callable[..., Array]:
     return add
 
 
-def rounded_values(weight: Packed | Array, interpret: bool) -> Callable[..., list[tuple[int, Array]]]:
-    """`values(b, load, *refs)` gives a block's values, scales of whole columns left out, rounded to bfloat16 once:
-    [columns, inputs], each with its first input's offset."""
-    pieces = pieces_of(weight, interpret)
-
-    def scaled(values: Array, scale: Array | None) -> Array:
-        if scale is None:
-            return values
-        wide = jnp.bfloat16 if scale.dtype == jnp.bfloat16 else jnp.float32  # either way the product is rounded once
-        return (values.astype(wide) * scale.astype(wide)[:, None]).astype(jnp.bfloat16)
-
-    return lambda *args: [(at, scaled(part, scale)) for terms, scale in pieces(*args) for at, part in terms]
-
-
 def pieces_of(weight: Packed | Array, interpret: bool) -> Pieces:
+    """Exact values, and what scales them."""
     match weight:
         case Int4():
             return functools.partial(_int4, weight.group, interpret)
@@ -119,6 +105,19 @@ def pieces_of(weight: Packed | Array, interpret: bool) -> Pieces:
         case Fp8():
             return functools.partial(_fp8, weight.scales.shape[-2] > 1, interpret)
     return _plain
+
+
+def rounded_pieces(weight: Packed | Array, interpret: bool) -> Pieces:
+    """The same with nothing left to scale (but whole columns): values times scale, rounded to bfloat16 once."""
+    pieces = pieces_of(weight, interpret)
+
+    def scaled(values: Array, scale: Array | None) -> Array:
+        if scale is None:
+            return values
+        wide = jnp.bfloat16 if scale.dtype == jnp.bfloat16 else jnp.float32  # either way the product is rounded once
+        return (values.astype(wide) * scale.astype(wide)[:, None]).astype(jnp.bfloat16)
+
+    return lambda *args: [([(at, scaled(x, scale)) for at, x in terms], None) for terms, scale in pieces(*args)]
 
 
 def _plain(b: Array, load: Any, weight: Any) -> Terms:

@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.registry import multiprocessors
 from pallas_kernels.rows import add_in_order, least_holding, most_live, pad_rows
 from pallas_kernels.w4a16 import triton_prefill
-from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns
+from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns, pieces_of
 from pallas_kernels.w4a16.forms import Fp8, Int4, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 
@@ -56,7 +56,7 @@ def _product(
     *,
     columns: int = 64,
     programs: int = 0,
-    num_warps: int = 2,
+    num_warps: int | None = None,
     interpret: bool = False,
 ) -> Array:
     N, blocks = outputs(weight), weight.codes.shape[-3]
@@ -67,10 +67,12 @@ def _product(
     programs = min(programs or 8 * multiprocessors(), 16 * tiles, tiles * blocks)
     parts = _parts(tiles, blocks, programs)
     out = pl.pallas_call(
-        functools.partial(_kernel, adder(weight, interpret), N, rows, columns, tiles, blocks, programs),
+        functools.partial(
+            _kernel, adder(pieces_of(weight, interpret), interpret), N, rows, columns, tiles, blocks, programs
+        ),
         grid=(programs,),
         out_shape=jax.ShapeDtypeStruct((parts.max(), rows, N), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps or (2 if rows < 32 else 4), num_stages=3),
         interpret=interpret,
         name="w4a16_product",
     )(layer, x, *arrays_of(weight))

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rows import least_holding, most_live, pad_rows
-from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns, store_rows
+from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns, pieces_of, store_rows
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 from pallas_kernels.w4a16.triton import ROWS
@@ -62,7 +62,7 @@ def _product(
     x = x.reshape(-1, x.shape[-1]) if tuples else pad_rows(x, max(rows, x.shape[0]))
     wide = jnp.full((rows, pl.next_power_of_2(k)), -1, jnp.int32).at[:R, :k].set(experts)
     out = pl.pallas_call(
-        functools.partial(_kernel, adder(weight, interpret), N, columns, blocks, k, tuples),
+        functools.partial(_kernel, adder(pieces_of(weight, interpret), interpret), N, columns, blocks, k, tuples),
         grid=(R * k, pl.cdiv(N, columns)),
         # One row more (`store_rows`), and whole tiles of columns.
         out_shape=jax.ShapeDtypeStruct((R * k + 1, pl.cdiv(N, columns) * columns), jnp.float32),

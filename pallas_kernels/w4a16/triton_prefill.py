@@ -26,7 +26,16 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.registry import large_shared_memory, multiprocessors
 from pallas_kernels.rows import add_in_order
-from pallas_kernels.w4a16.decode import arrays_of, column_scale, inside, load_columns, rounded_values, store_rows
+from pallas_kernels.w4a16.decode import (
+    adder,
+    arrays_of,
+    column_scale,
+    inside,
+    load_columns,
+    pieces_of,
+    rounded_pieces,
+    store_rows,
+)
 from pallas_kernels.w4a16.forms import BLOCK, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 
@@ -78,11 +87,13 @@ def _grouped(
     rows = rows or min(max(pl.next_power_of_2(pl.cdiv(R, E)), 16), 128 if E == 1 and large_shared_memory() else 64)
     columns = columns or (64 if rows == 16 else 128)
     N = weight.shape[-1] if plain else outputs(weight)
+    # Scaling the sums of many rows costs more than scaling, and rounding, the weights.
+    pieces = (pieces_of if rows == 16 else rounded_pieces)(weight, interpret)
     scale, factor = column_scale(weight) or (None, 1.0)
     tiles = _tiles(sizes, rows, pl.cdiv(R, rows) + min(R, E) - (E == 1))
     parts = parts or (_parts(pl.cdiv(N, columns) * tiles.shape[0], x.shape[1] // BLOCK) if E == 1 else 1)
     out = pl.pallas_call(
-        functools.partial(_tile, rounded_values(weight, interpret), factor, N, rows, columns, x.shape[1] // BLOCK),
+        functools.partial(_tile, adder(pieces, interpret), factor, N, rows, columns, x.shape[1] // BLOCK),
         grid=(pl.cdiv(N, columns), tiles.shape[0], parts),
         # One row more (`store_rows`), and whole tiles of columns.
         out_shape=jax.ShapeDtypeStruct((parts, R + 1, pl.cdiv(N, columns) * columns), jnp.float32),
@@ -114,7 +125,7 @@ def _tiles(sizes: Array, rows: int, most: int) -> Array:
 
 
 def _tile(
-    values: Callable[..., Any],
+    add: Callable[..., Array],
     factor: float,
     N: int,
     rows: int,
@@ -138,9 +149,7 @@ def _tile(
         theirs = jnp.minimum(row, end - 1)
 
         def block(b: Array, sums: Array) -> Array:
-            for at, part in values(b, load, *weight_refs):
-                sums = sums + plgpu.dot(part, x_ref[theirs, pl.ds(b * BLOCK + at, part.shape[1])].T)
-            return sums
+            return add(sums, b, load, lambda start, count: x_ref[theirs, pl.ds(start, count)], *weight_refs)
 
         sums = jnp.zeros((columns, rows), jnp.float32)
         sums = jax.lax.fori_loop(part * blocks // parts, (part + 1) * blocks // parts, block, sums)
@@ -152,7 +161,7 @@ def _tile(
 @functools.partial(jax.jit, static_argnames=("columns", "num_warps", "interpret"))
 def decoded(weight: Packed, layer: Array, *, columns: int = 64, num_warps: int = 8, interpret: bool = False) -> Array:
     """A layer's weight in bfloat16, [N, P]: the values of `reference.whole_rows`."""
-    N, blocks, values = outputs(weight), weight.codes.shape[-3], rounded_values(weight, interpret)
+    N, blocks, pieces = outputs(weight), weight.codes.shape[-3], rounded_pieces(weight, interpret)
     scale, factor = column_scale(weight) or (None, 1.0)
 
     def body(layer_ref: Any, scale_ref: Any, *refs: Any) -> None:
@@ -161,7 +170,7 @@ def decoded(weight: Packed, layer: Array, *, columns: int = 64, num_warps: int =
         place, mask = pl.ds(tile * columns, columns), inside(tile, columns, N)
         load = functools.partial(load_columns, (layer_ref[0],), place, mask)
         whole = None if scale_ref is None else factor * load(scale_ref, jnp.int32(0))
-        for at, part in values(b, load, *weight_refs):
+        for at, part in (term for terms, _ in pieces(b, load, *weight_refs) for term in terms):
             if whole is not None:
                 part = (part.astype(jnp.float32) * whole[:, None]).astype(jnp.bfloat16)
             out_ref[place, pl.ds(b * BLOCK + at, part.shape[1])] = part
