@@ -68,7 +68,7 @@ def rows_of(R: int, K: int, dtype: str = "float32") -> jax.Array:
     return jnp.asarray(np.random.default_rng(R).normal(size=(R, K)), dtype)
 
 
-def bound(x: jax.Array, values: np.ndarray) -> np.ndarray:
+def bound(x: jax.Array | np.ndarray, values: np.ndarray) -> np.ndarray:
     """Of the rounding of float32 sums: a few units in the last place of the sum of sizes."""
     return 4e-6 * (np.abs(np.asarray(x, np.float64)) @ np.abs(values)) + 1e-30
 

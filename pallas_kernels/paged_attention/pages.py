@@ -44,8 +44,8 @@ def turned(dtype: Any) -> bool:
 
 def page_shapes(lead: tuple[int, ...], N: int, Dh: int, dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the keys and the values, whose leading axes are [L, P, Hkv]."""
-    shapes = (*lead, Dh, N), (*lead, N, Dh)
-    return shapes[::-1] if turned(dtype) else shapes
+    upright, lying = (*lead, Dh, N), (*lead, N, Dh)
+    return (lying, upright) if turned(dtype) else (upright, lying)
 
 
 def stored(x: Array, dtype: jnp.dtype) -> Array:

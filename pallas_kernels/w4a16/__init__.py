@@ -1,6 +1,13 @@
 """Products of activation rows with weights of four or eight bits, decoded on the way.
 
-`forms` says how weights are packed, `pack` packs them, `reference` is the plain-JAX twin of the GPU kernels.
+api             what the models call
+forms           how weights are packed; `pack` packs them
+reference       the plain-JAX twins, which CPUs run
+triton          GPU: products of up to 64 rows
+triton_experts  GPU: the same with the experts that each row chose
+triton_prefill  GPU: products of more rows, and of rows sorted by expert
+decode          what the kernels share: loads, and the arithmetic that makes numbers of codes
+bench           `python -m pallas_kernels.w4a16.bench`: times on a GPU, with floors and peers; `bench_prefill` of many rows
 """
 
 from pallas_kernels.w4a16.api import dequantise, expert_product, grouped_product, product

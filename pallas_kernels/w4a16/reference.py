@@ -110,6 +110,8 @@ def by_pair(x: Array, experts: Array, f: Any) -> Array:
 
 
 def grouped_product(x: Array, weight: Packed, sizes: Array, layer: Any) -> Array:
+    if layer is not None:  # decoded once the rows are there: all layers' at once would fill a GPU's memory
+        x, layer = jax.lax.optimization_barrier((x, jnp.asarray(layer, jnp.int32)))
     return ragged(x, dequantise(weight, layer, x.shape[1], x.dtype), sizes)
 
 
