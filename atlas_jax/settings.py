@@ -11,43 +11,38 @@ from pallas_kernels.registry import GPU_OPTIONS
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled executables on disk, unless the user has chosen a place (or none) already.
-
-    `ATLAS_JAX_CACHE` names the folder; empty switches the cache off.
-    """
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = os.environ.get("ATLAS_JAX_CACHE", str(home / "atlas_jax" / "xla"))
-    if folder:
-        jax.config.update("jax_compilation_cache_dir", folder)
+    """Keeps compiled executables on disk, unless the user has chosen a place (or none) by JAX's own settings already."""
+    folder = _folder("xla")
+    if folder and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def cost_folder() -> Path | None:
-    """Where measured costs are kept: beside the compilation cache; None if that is off."""
-    return _beside_compilation_cache("costs")
+    """Where measured costs are kept; None if nothing is."""
+    return _folder("costs")
 
 
 def weights_folder() -> Path | None:
-    """Where packed weights are kept: beside the compilation cache; None if that is off."""
-    return _beside_compilation_cache("weights")
+    """Where packed weights are kept; None if nothing is."""
+    return _folder("weights")
 
 
 def executables_folder() -> Path | None:
-    """Where executables are kept that need no tracing: beside the compilation cache; None if that is off."""
-    return _beside_compilation_cache("executables")
+    """Where executables are kept that need no tracing; None if nothing is."""
+    return _folder("executables")
+
+
+def _folder(name: str) -> Path | None:
+    """A part of what is kept between processes: in `ATLAS_JAX_CACHE` (empty keeps nothing), or else in the user's cache."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kept = os.environ.get("ATLAS_JAX_CACHE", str(home / "atlas_jax"))
+    return Path(kept) / name if kept else None
 
 
 def xla_flags() -> str:
     """Options that XLA itself reads."""
     return os.environ.get("XLA_FLAGS", "")
-
-
-def _beside_compilation_cache(name: str) -> Path | None:
-    enable_compilation_cache()
-    folder = jax.config.jax_compilation_cache_dir
-    return Path(folder).parent / name if folder else None
 
 
 def compiler_options(row_group: int) -> dict[str, str | int | bool]:

@@ -3,6 +3,7 @@
 Environment variables that change it, all optional:
     JAX_PLATFORMS=cuda              runs on a GPU (and the tests marked `gpu` with it)
     JAX_COMPILATION_CACHE_DIR=...   keeps compiled functions elsewhere than in .cache/jax
+    ATLAS_JAX_CACHE=...             keeps packed weights, executables and costs elsewhere than in .cache
     HYPOTHESIS_PROFILE=deep         draws many more examples, at random
 """
 
@@ -21,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Before jax is imported, since it reads them then.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("ATLAS_JAX_CACHE", str(ROOT / ".cache"))
 # With a bound, the cache's files are read and written under a lock, which pytest's workers need.
 os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

@@ -1,6 +1,7 @@
 """The gated delta rule.
 
 api             what the models call, and the mathematics
+forms           its arguments
 reference       the plain-JAX twin, which CPUs run
 triton          GPU: a step (verify of a few rows), and the fold of its journal by itself
 triton_tile     its part of a state in registers
