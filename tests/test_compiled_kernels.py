@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention import triton as attention_kernel
 from pallas_kernels.paged_attention import triton_prefill as attention_prefill
 from pallas_kernels.registry import GPU_OPTIONS
 from pallas_kernels.rows import by_row_group
+from pallas_kernels.w4a16 import triton_prefill as packed_prefill
 
 pytestmark = pytest.mark.skipif(deviceless.packages() is None, reason=deviceless.MISSING)
 FP8 = jnp.float8_e4m3fn
@@ -52,8 +53,8 @@ def attend(K, q, pages, *rest):
     return attention_kernel.attend(q, pages, 1, *rest, K, first=0, row_group=16)
 
 
-# The fastest tile on an H200 keeps twenty numbers a thread elsewhere; those that need not take 1.06 to 1.6 times as long.
-SPILLS = {"h200": 80, "gb10": 0}
+# The fastest tile on an H200 keeps four numbers a thread elsewhere; those that need not take 1.06 to 1.6 times as long.
+SPILLS = {"h200": 16, "gb10": 0}
 
 
 def chunk(shape: paged.Shape, T: int, context: int = 8192, **options: Any) -> tuple[Any, ...]:
@@ -166,6 +167,39 @@ def test_experts_of_a_chunk_are_computed_by_those_who_chose_them(target):
             compiled = compile_for(target, of_experts, of(jnp.bfloat16, rows, 2048), weight, of(jnp.int32, 256))
             assert_fits(compiled)
             assert compiled.temp_bytes < 8 * rows * 2048
+
+
+# ---- large arrays ------------------------------------------------------------------------------------------------------
+
+
+def decoded(weight, layer):
+    return packed_prefill.decoded(weight, layer)
+
+
+def by_32_bits(compiled, stride):
+    """Whether a kernel multiplies by a leading axis' stride in 32 bits, and whether in 64."""
+    ptx = "\n".join(kernel.ptx for kernel in compiled.pallas_kernels())
+    found = re.findall(rf"(?:mul|mad)\.(\w+)\.[su](\d\d)[^;]*\b{stride}\b", ptx)
+    assert found
+    return {how != "wide" and width == "32" for how, width in found}
+
+
+@pytest.mark.parametrize("target", ["h200", pytest.param("gb10", marks=pytest.mark.long)])
+def test_offsets_into_large_arrays_of_bytes_have_64_bits(target):
+    """Between 2^31 and 2^32 bytes, where 32 bits still count them but have no room for a sign; below, 32 bits are enough."""
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    x, layer, blocks, N = of(jnp.bfloat16, 16, 136 * 128), of(jnp.int32, 1), 136, 5120
+    for layers, small in ((64, False), (40, True)):
+        weight = w4a16.Int4(of(jnp.uint8, layers, blocks, N, 64), of(jnp.bfloat16, layers, blocks, N))
+        for compiled in (compile_for(target, decoded, weight, layer), compile_for(target, product, x, weight)):
+            assert by_32_bits(compiled, blocks * N * 64) == {small}
+    pages, table, one = of(FP8, 17, 600, 4, 256, 256), of(jnp.int32, 1, 64), of(jnp.int32, 1)
+    cache = paged.Pages(pages, pages)
+    rows, new = of(jnp.bfloat16, 16, 24, 256), of(jnp.bfloat16, 16, 4, 256)
+    calls = (attend, 4), (rows, cache, table, one, one), (write, 4), (cache, new, new, table, one, one)
+    for (function, K), args in (calls[:2], calls[2:]):
+        compiled = compile_for(target, functools.partial(function, K), *args)
+        assert by_32_bits(compiled, 600 * 4 * 256 * 256) == {False}
 
 
 # ---- row groups --------------------------------------------------------------------------------------------------------

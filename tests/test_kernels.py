@@ -274,6 +274,7 @@ def assert_attends(given, K, first, dtype, **tuning):
         ("small-2", 3, [31, 150], [3, 1], [1, 0], jnp.float32),
         ("small-4", 5, [70, 30], [5, 2], [1, 40], jnp.float32),  # 20 rows: two tiles; a whole unit is hidden
         ("small-4", 9, [129, 5], [9, 0], 1, jnp.bfloat16),  # 36 rows: two programs; a sequence without rows
+        ("pages of 48", 2, [47, 100], [2, 1], 0, jnp.float32),
     ],
 )
 def test_attention_of_few_rows_equals_its_twin_whatever_lies_where_nobody_looks(name, K, start, n_rows, first, dtype):
@@ -299,10 +300,12 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_attention_of_a_ragged_chunk_equals_its_twin_and_does_not_know_its_neighbours(dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("small-4", jnp.float32), ("small-4", jnp.bfloat16), ("pages of 48", jnp.float32)]
+)
+def test_attention_of_a_ragged_chunk_equals_its_twin_and_does_not_know_its_neighbours(name, dtype):
     start, n_rows, begin, T = [37, 0, 5], [70, 23, 0], [1, 0, 0], 190
-    args = chunk_of("small-4", start, n_rows, begin, T, dtype=dtype)
+    args = chunk_of(name, start, n_rows, begin, T, dtype=dtype)
     q, pages, layer, table, *_ = args
     outs = {which: run(*args) for which, run in CHUNKS.items()}
     # bfloat16 products of scores and weights, against float32 ones
@@ -358,6 +361,11 @@ def test_attention_sees_a_nan_that_it_should_see():
     out = attend((q, broken, table, *rest), 2, programs=2)
     assert np.isfinite(out[0]).all()
     assert np.isnan(out[1]).all()
+    chunk = jnp.zeros((64, *q.shape[1:]), q.dtype).at[:2].set(q[:2])
+    for run in CHUNKS.values():
+        out = run(chunk, broken, 0, table, rest[0], jnp.zeros(1, jnp.int32), rest[1])
+        assert np.isfinite(out[0]).all()
+        assert np.isnan(out[1]).all()
 
 
 def test_write_equals_its_twin_and_writes_nothing_else():

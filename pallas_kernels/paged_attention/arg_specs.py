@@ -43,6 +43,7 @@ ROW_GROUP = 16  # rows of a step come in groups
 SMALL = {  # for the interpreter, which is slow
     "small-4": Shape(4, 1, 32, 32, layers=2),
     "small-2": Shape(4, 2, 64, 64, layers=2),
+    "pages of 48": Shape(4, 1, 32, 48, layers=2),
 }
 
 

@@ -37,6 +37,11 @@ def page_size(keys: Any) -> int:
     return keys.shape[3 if turned(keys.dtype) else 4]
 
 
+def unit_of(page: int, most: int) -> int:
+    """How many tokens of a page of so many are taken at once: a power of two that divides it."""
+    return min(most, page & -page)
+
+
 def turned(dtype: Any) -> bool:
     """Whether the last two axes are swapped."""
     return jnp.dtype(dtype) == FLOAT8

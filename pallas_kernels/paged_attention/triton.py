@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.paged_attention.pages import loaded, page_size, stored, turned
+from pallas_kernels.paged_attention.pages import loaded, page_size, stored, turned, unit_of
 
 ROWS = 16  # of a tile: what one tensor-core instruction takes
 UNIT = 32  # tokens
@@ -101,7 +101,7 @@ def _attend(
     B = start.shape[0]
     Hkv, page_size = pages.keys.shape[2], pages.page_size
     group = H // Hkv
-    unit = min(unit, page_size)
+    unit = unit_of(page_size, unit)
     tiles = -(-K * group // ROWS)
     shares = -(-tiles // TILES)
     M = shares * min(tiles, TILES) * ROWS

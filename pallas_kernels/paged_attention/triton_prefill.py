@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.paged_attention.pages import loaded, page_size
+from pallas_kernels.paged_attention.pages import loaded, page_size, unit_of
 from pallas_kernels.paged_attention.triton import operand
 from pallas_kernels.ragged import BLOCK
 from pallas_kernels.registry import large_shared_memory, matrix_precision
@@ -45,7 +45,11 @@ def _attend(
     T, H, _ = q.shape
     return pl.pallas_call(
         functools.partial(
-            _tile, rows=rows, unit=min(unit, pages.page_size), precision=matrix_precision(q), interpret=interpret
+            _tile,
+            rows=rows,
+            unit=unit_of(pages.page_size, unit),
+            precision=matrix_precision(q),
+            interpret=interpret,
         ),
         grid=(H, -(-T // rows), start.shape[0]),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -81,7 +85,10 @@ def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, 
             score = plgpu.dot(x, key, precision=precision) * Dh**-0.5
             if masked:
                 position = index * unit + jnp.arange(unit)
-                value = jnp.where((position < end)[:, None], value, 0)  # a page may hold anything past its rows
+                # A page may hold anything past its rows, and a row NaN: who sees it shall notice, and 0 * NaN not reach others.
+                finite = jnp.sum(jnp.abs(value.astype(jnp.float32)), axis=1) < jnp.inf
+                value = jnp.where((finite & (position < end))[:, None], value, 0)
+                score = jnp.where(finite[None, :], score, jnp.nan)
                 score = jnp.where(position[None, :] <= limit[:, None], score, -jnp.inf)
             return softmax.add(carry, score, value, precision)
 
