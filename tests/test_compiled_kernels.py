@@ -53,10 +53,6 @@ def attend(K, q, pages, *rest):
     return attention_kernel.attend(q, pages, 1, *rest, K, first=0, row_group=16)
 
 
-# The fastest tile on an H200 keeps four numbers a thread elsewhere; those that need not take 1.06 to 1.6 times as long.
-SPILLS = {"h200": 16, "gb10": 0}
-
-
 def chunk(shape: paged.Shape, T: int, context: int = 8192, **options: Any) -> tuple[Any, ...]:
     """What the attention of a ragged batch takes, but for the layer."""
     _, pages, table, number, _ = paged.attend_specs(shape, SEQUENCES, 1, context, **options)
@@ -194,7 +190,7 @@ def test_offsets_into_large_arrays_of_bytes_have_64_bits(target):
         for compiled in (compile_for(target, decoded, weight, layer), compile_for(target, product, x, weight)):
             assert by_32_bits(compiled, blocks * N * 64) == {small}
     pages, table, one = of(FP8, 17, 600, 4, 256, 256), of(jnp.int32, 1, 64), of(jnp.int32, 1)
-    cache = paged.Pages(pages, pages)
+    cache: Any = paged.Pages(pages, pages)  # pyright: ignore[reportArgumentType]
     rows, new = of(jnp.bfloat16, 16, 24, 256), of(jnp.bfloat16, 16, 4, 256)
     calls = (attend, 4), (rows, cache, table, one, one), (write, 4), (cache, new, new, table, one, one)
     for (function, K), args in (calls[:2], calls[2:]):
@@ -287,7 +283,7 @@ def test_attention_over_eight_bit_pages_fits_and_reads_sixteen_bytes_at_a_time(t
 @cases(("gb10", "27b", 2048), every=PREFILLS)
 def test_attention_of_a_prefill_fits_and_reads_sixteen_bytes_at_a_time(target, name, K):
     compiled = compile_for(target, attend_chunk, *chunk(paged.SHAPES[name], K), compiler_options=CAPTURE)
-    assert_fits(compiled, spill_bytes=SPILLS[target])
+    assert_fits(compiled)
     assert_in_place(compiled)
     assert_wide_loads(compiled, "paged_attention_prefill*")
 
@@ -296,7 +292,9 @@ def test_attention_of_a_prefill_fits_and_reads_sixteen_bytes_at_a_time(target, n
 @pytest.mark.parametrize("target", ["h200", "gb10"])
 def test_attention_of_a_prefill_over_eight_bit_pages_fits(target):
     args = chunk(paged.SHAPES["27b"], 2048, kv_dtype=FP8)
-    assert_fits(compile_for(target, attend_chunk, *args, compiler_options=CAPTURE), spill_bytes=SPILLS[target])
+    assert_fits(
+        compile_for(target, attend_chunk, *args, compiler_options=CAPTURE), spill_bytes=8
+    )  # two numbers on an H200
 
 
 @cases(("h200", "27b", 4))

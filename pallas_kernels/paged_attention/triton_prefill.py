@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.paged_attention.pages import loaded, page_size, unit_of
+from pallas_kernels.paged_attention.pages import loaded, page_size, turned, unit_of
 from pallas_kernels.paged_attention.triton import operand
 from pallas_kernels.ragged import BLOCK
 from pallas_kernels.registry import large_shared_memory, matrix_precision
@@ -85,10 +85,13 @@ def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, 
             score = plgpu.dot(x, key, precision=precision) * Dh**-0.5
             if masked:
                 position = index * unit + jnp.arange(unit)
-                # A page may hold anything past its rows, and a row NaN: who sees it shall notice, and 0 * NaN not reach others.
-                finite = jnp.sum(jnp.abs(value.astype(jnp.float32)), axis=1) < jnp.inf
-                value = jnp.where((finite & (position < end))[:, None], value, 0)
-                score = jnp.where(finite[None, :], score, jnp.nan)
+                value = jnp.where((position < end)[:, None], value, 0)  # a page may hold anything past its rows
+                if not turned(values.dtype):
+                    # Who sees a row with NaN shall notice, and 0 * NaN not reach the others. In eight bits no registers are left
+                    # for it: there a NaN spoils the rows of its tile.
+                    finite = jnp.sum(jnp.abs(value.astype(jnp.float32)), axis=1) < jnp.inf
+                    value = jnp.where(finite[:, None], value, 0)
+                    score = jnp.where(finite[None, :], score, jnp.nan)
                 score = jnp.where(position[None, :] <= limit[:, None], score, -jnp.inf)
             return softmax.add(carry, score, value, precision)
 
