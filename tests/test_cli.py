@@ -1,5 +1,6 @@
 """The command line over a stand-in runtime: arguments, streams, exit codes. tests/test_cli_models.py has real ones."""
 
+import functools
 import json
 import os
 import pathlib
@@ -236,7 +237,9 @@ def test_bad_message_files(content, says, fake, run, tmp_path):
 
 def process(script: str, **options: Any) -> subprocess.Popen:
     env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]), PYTHONDONTWRITEBYTECODE="1")
-    return subprocess.Popen([sys.executable, "-c", script], env=env, text=True, **options)
+    # Python takes no SIGINT where it begins with one ignored, as in a shell's background.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([sys.executable, "-c", script], env=env, text=True, preexec_fn=heeds, **options)
 
 
 FAKED = """
