@@ -12,6 +12,7 @@ from pallas_kernels import w4a16
 from pallas_kernels.linear import reference, triton
 from pallas_kernels.registry import choose
 from pallas_kernels.w4a16 import triton_experts, triton_prefill
+from pallas_kernels.w4a16.decode import takes
 from pallas_kernels.w4a16.forms import ByLayer, Packed, SideBySide
 
 IMPLEMENTATIONS = {"reference": reference.linear, "triton": triton.linear}
@@ -79,7 +80,7 @@ def grouped(
         return jnp.concatenate(parts, axis=-1)
     if isinstance(weight, Packed):
         return w4a16.grouped_product(x, weight, sizes, layer, implementation=implementation)
-    by_platform = {"gpu": "triton"} if triton_prefill.fits(x, weight) else {}
+    by_platform = {"gpu": "triton"} if takes(x, weight) else {}
     return choose("grouped", GROUPED, implementation, by_platform)(x, weight, sizes, layer)
 
 

@@ -9,6 +9,7 @@ from jaxtyping import DTypeLike, Float, Float32, Int
 
 from pallas_kernels.registry import choose
 from pallas_kernels.w4a16 import reference, triton, triton_experts, triton_prefill
+from pallas_kernels.w4a16.decode import takes
 from pallas_kernels.w4a16.forms import Packed
 
 Layer = Int[Array, ""] | int | None
@@ -49,7 +50,7 @@ def grouped_product(
     implementation: str | None = None,
 ) -> Float32[Array, "R N"]:
     """Rows sorted by expert times their experts, `sizes[e]` rows of expert e: prefill."""
-    by_platform = {"gpu": "triton"} if triton_prefill.fits(x, weight) else {}
+    by_platform = {"gpu": "triton"} if takes(x, weight) else {}
     return choose("w4a16 grouped product", GROUPED_PRODUCTS, implementation, by_platform)(x, weight, sizes, layer)
 
 

@@ -31,6 +31,12 @@ Pieces = Callable[..., Terms]
 _decoded = functools.partial(assembly, pack=4, dtype=jnp.bfloat16)
 
 
+def takes(x: Array, weight: Packed | Array) -> bool:
+    """Whether the kernels can multiply by it: rows in bfloat16, whole blocks of inputs, in the order of the rows' own."""
+    whole = weight.shape[-2] % BLOCK == 0 if isinstance(weight, jax.Array) else getattr(weight, "order", None) is None
+    return x.dtype == jnp.bfloat16 and whole
+
+
 def arrays_of(weight: Packed | Array) -> list[Array]:
     """What a program reads; scales of whole columns come after it."""
     if isinstance(weight, jax.Array):

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rows import least_holding, most_live, pad_rows
-from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns, pieces_of, store_rows
+from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns, pieces_of, store_rows, takes
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
 from pallas_kernels.w4a16.pack import padded
 from pallas_kernels.w4a16.triton import ROWS
@@ -38,8 +38,7 @@ def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any,
 
 def fits(x: Array, weight: Packed | Array) -> bool:
     """Whether the kernel can do it."""
-    whole = weight.shape[-2] % BLOCK == 0 if isinstance(weight, jax.Array) else getattr(weight, "order", None) is None
-    return x.shape[0] <= ROWS[-1] and x.dtype == jnp.bfloat16 and whole
+    return x.shape[0] <= ROWS[-1] and takes(x, weight)
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "num_warps", "interpret"))

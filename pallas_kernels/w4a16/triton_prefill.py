@@ -63,12 +63,6 @@ def grouped_product(x: Array, weight: Packed | Array, sizes: Array, layer: Any, 
     return _grouped(jnp.full(1, layer, jnp.int32), x, weight, sizes, **tuning)
 
 
-def fits(x: Array, weight: Packed | Array) -> bool:
-    """Whether the kernel can do it."""
-    whole = weight.shape[-2] % BLOCK == 0 if isinstance(weight, jax.Array) else getattr(weight, "order", None) is None
-    return x.dtype == jnp.bfloat16 and whole
-
-
 @functools.partial(jax.jit, static_argnames=("rows", "columns", "parts", "num_warps", "interpret"))
 def _grouped(
     layer: Array,
