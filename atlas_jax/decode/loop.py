@@ -94,7 +94,8 @@ class Loop:
         self._users[drafter] = self._users.get(drafter, 0) + 1
         try:
             self._open(live, drafter, fresh)
-        except BaseException:
+        except BaseException as error:
+            self.doubt(error)  # before the last slot comes back, with which the pages of a state that is gone are forgotten
             self.release(live)
             raise
         return live
