@@ -1,6 +1,5 @@
 """The command line over a stand-in runtime: arguments, streams, exit codes. tests/test_cli_models.py has real ones."""
 
-import functools
 import json
 import os
 import pathlib
@@ -237,14 +236,14 @@ def test_bad_message_files(content, says, fake, run, tmp_path):
 
 def process(script: str, **options: Any) -> subprocess.Popen:
     env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent)]), PYTHONDONTWRITEBYTECODE="1")
-    # Python takes no SIGINT where it begins with one ignored, as in a shell's background.
-    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen([sys.executable, "-c", script], env=env, text=True, preexec_fn=heeds, **options)
+    return subprocess.Popen([sys.executable, "-c", script], env=env, text=True, **options)
 
 
+# Python leaves SIGINT alone where it begins with one ignored, as in a shell's background.
 FAKED = """
-import sys, atlas_jax, fake_runtime
+import signal, sys, atlas_jax, fake_runtime
 from atlas_jax import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
 atlas_jax.load = fake_runtime.FakeRuntime(pause_s={pause}, repeat=10_000).load
 sys.argv[1:] = ["generate", "m", "--prompt", "x"]
 sys.exit(cli.main())
