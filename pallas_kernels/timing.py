@@ -61,5 +61,15 @@ def copy_bandwidth() -> float:
     return 2 * x.size * 4 / best
 
 
+def begin(*columns: str) -> float:
+    """Says what the table that follows was measured on, and heads it. Returns the copy bandwidth."""
+    require_gpu()
+    bandwidth = copy_bandwidth()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; copy {bandwidth / 1e12:.2f} TB/s\n")
+    row(*columns)
+    row(*["---"] * len(columns))
+    return bandwidth
+
+
 def row(*cells: str) -> None:
     print("| " + " | ".join(cells) + " |", flush=True)

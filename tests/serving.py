@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
+
 from atlas_jax.serve.config import Address, ServeConfig
 from atlas_jax.serve.server import Servers
 
@@ -76,3 +78,9 @@ def certificate(folder: pathlib.Path) -> tuple[str, str]:
     command += ["-subj", "/CN=localhost", "-addext", names, "-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)
     return str(cert), str(key)
+
+
+@contextlib.contextmanager
+def web_of(server: Servers, scheme: str = "http", **options: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"{scheme}://localhost:{server.http_port}", timeout=30, **options) as web:
+        yield web

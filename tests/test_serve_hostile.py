@@ -7,10 +7,9 @@ import threading
 import time
 
 import grpc
-import httpx
 import pytest
 from fake_engine import FakeEngine
-from serving import MODEL, running
+from serving import MODEL, running, web_of
 
 from atlas_jax.serve.faults import sendable
 from atlas_jax.serve.v1 import atlas_pb2 as pb
@@ -32,7 +31,7 @@ def server(engine):
 
 @pytest.fixture(scope="module")
 def web(server):
-    with httpx.Client(base_url=f"http://localhost:{server.http_port}", timeout=30) as web:
+    with web_of(server) as web:
         yield web
 
 

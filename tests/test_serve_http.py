@@ -13,15 +13,9 @@ import httpx
 import openai
 import pytest
 from fake_engine import FakeEngine
-from serving import KEY, MODEL, certificate, running
+from serving import KEY, MODEL, certificate, running, web_of
 
 from atlas_jax.engine.api import Grammar
-
-
-@contextlib.contextmanager
-def web_of(server, scheme="http", **options):
-    with httpx.Client(base_url=f"{scheme}://localhost:{server.http_port}", timeout=30, **options) as web:
-        yield web
 
 
 @contextlib.contextmanager

@@ -95,7 +95,8 @@ class Loop:
         try:
             self._open(live, drafter, fresh)
         except BaseException as error:
-            self.doubt(error)  # before the last slot comes back, with which the pages of a state that is gone are forgotten
+            # Before the last slot comes back, with which the pages of a state that is gone are forgotten.
+            self.doubt(error)
             self.release(live)
             raise
         return live

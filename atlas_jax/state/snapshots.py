@@ -12,7 +12,6 @@ from atlas_jax.state.slots import put, take
 from atlas_jax.state.target import TargetState
 from pallas_kernels.gated_delta import Journal, fold, window
 from pallas_kernels.paged_attention import Pages
-from pallas_kernels.paged_attention.pages import turned
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +82,9 @@ def snapshot(state: TargetState, slot: Int[Array, ""]) -> Snapshot:
     length = settled.base[slot]
     kv = Pages(*(x[:, settled.page_table[slot]] for x in settled.pages))
     position = jnp.arange(kv.keys.shape[1])[:, None] * kv.page_size + jnp.arange(kv.page_size)
-    live = (position < length)[None, :, None, None, :]
-    column, row = live, jnp.swapaxes(live, 3, 4)
-    key_live, value_live = (row, column) if turned(kv.keys.dtype) else (column, row)
-    kv = Pages(jnp.where(key_live, kv.keys, 0), jnp.where(value_live, kv.values, 0))
-    return Snapshot(kv=kv, length=length, ok=settled.ok[slot], **settled_leaves(settled, slot))
+    return Snapshot(
+        kv=kv.where(position < length, 0.0), length=length, ok=settled.ok[slot], **settled_leaves(settled, slot)
+    )
 
 
 def restore(state: TargetState, slot: Int[Array, ""], saved: Snapshot) -> TargetState:

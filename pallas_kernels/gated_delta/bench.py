@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.gated_delta import triton, triton_prefill, triton_tile
 from pallas_kernels.gated_delta.arg_specs import SHAPES, Shape, prefill_arrays, prefill_specs, step_specs
 from pallas_kernels.ragged import BLOCK, blocks
-from pallas_kernels.timing import compiled, copy_bandwidth, normal, require_gpu, row, seconds
+from pallas_kernels.timing import begin, compiled, normal, row, seconds
 
 PEER = {1: 4.94, 2: 5.88, 4: 7.76, 8: 11.84}  # us a layer of fused_recurrent_gated_delta_rule, by rows
 BAR = {1: 4.0, 2: 4.2, 4: 4.8, 8: 6.5}
@@ -192,11 +192,7 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, nargs="+", help="that share a column")
     parser.add_argument("--block", type=int, nargs="+", help="journal rows that are loaded together")
     given = parser.parse_args()
-    require_gpu()
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; copy {bandwidth / 1e12:.2f} TB/s\n")
-    row("a layer of the 27B shape", "time", "floor", "share", "bar", "peer", "")
-    row(*["---"] * 7)
+    bandwidth = begin("a layer of the 27B shape", "time", "floor", "share", "bar", "peer", "")
     shape, lengths = SHAPES["27b"], (2048, 8192, 32768)
     bench_steps(shape, 1, given.rows, tunings(given), bandwidth)
     bench_steps(shape, 32, (4,), tunings(given), bandwidth)

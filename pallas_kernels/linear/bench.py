@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.linear.api import linear
-from pallas_kernels.timing import compiled, copy_bandwidth, normal, require_gpu, row, seconds
+from pallas_kernels.timing import begin, compiled, normal, row, seconds
 
 SHAPES = {"decay and write strength": (5120, 96), "router": (2048, 256), "gate of the shared expert": (2048, 1)}
 LAYERS = 48
@@ -38,11 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Products with narrow plain weights, beside the library's.")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     args = parser.parse_args()
-    require_gpu()
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; copy {bandwidth / 1e12:.2f} TB/s\n")
-    row("inputs x outputs", "rows", "ours", "the library's", "floor")
-    row(*["---"] * 5)
+    bandwidth = begin("inputs x outputs", "rows", "ours", "the library's", "floor")
     for name, (K, N) in SHAPES.items():
         stack = normal(2, LAYERS, K, N, scale=0.01)
         for rows in args.rows:

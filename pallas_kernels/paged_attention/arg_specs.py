@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention.pages import Pages, page_shapes, turned
+from pallas_kernels.paged_attention.pages import Pages, page_shapes
 from pallas_kernels.rows import round_up
 
 
@@ -93,19 +93,15 @@ def arrays(
     q, pages, table = rng.normal(size=specs[0].shape), specs[1], specs[2]
     owned = rng.permutation(np.arange(1, B * table.shape[1] + 1)).reshape(table.shape)
     keys, values = (rng.normal(size=x.shape) for x in pages)
+    seen = np.full((shape.layers, pages.keys.shape[1], shape.page_size), not garbage)
     if garbage:
-        seen = np.zeros((pages.values.shape[1], shape.page_size), bool)
         firsts = np.broadcast_to(first, (B,))
         for b in range(B):
             at = np.arange(firsts[b], start[b] + n_rows[b])
-            seen[owned[b, at // shape.page_size], at % shape.page_size] = True
+            seen[layer, owned[b, at // shape.page_size], at % shape.page_size] = True
             q[b * K + n_rows[b] : (b + 1) * K] = np.nan
-        last, before = seen[None, :, None, None, :], seen[None, :, None, :, None]
-        key_seen, value_seen = (before, last) if turned(pages.keys.dtype) else (last, before)
-        keys, values = np.where(key_seen, keys, np.nan), np.where(value_seen, values, np.nan)
-        for x in (keys, values):
-            x[[i for i in range(shape.layers) if i != layer]] = np.nan
     values_ = (q, Pages(keys, values), owned, np.asarray(start), np.asarray(n_rows))  # pyright: ignore
-    given = jax.tree.map(lambda x, spec: jnp.asarray(x, spec.dtype), values_, specs)
+    q, pages, *rest = jax.tree.map(lambda x, spec: jnp.asarray(x, spec.dtype), values_, specs)
+    given = q, pages.where(jnp.asarray(seen), jnp.nan), *rest
     new = write_specs(shape, B, K, context, dtype, kv_dtype)[1]
     return given, tuple(jnp.asarray(rng.normal(size=new.shape), new.dtype) for _ in range(2))  # pyright: ignore

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.arg_specs import SHAPES, Shape, attend_specs
-from pallas_kernels.timing import compiled, copy_bandwidth, normal, require_gpu, row, seconds
+from pallas_kernels.timing import begin, compiled, normal, row, seconds
 
 LAYERS = 4
 
@@ -67,11 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times of the paged attention kernels on a GPU.")
     parser.add_argument("--kv-dtype", default="bfloat16", help="of keys and values: bfloat16 or float8_e4m3fn")
     kv_dtype = jnp.dtype(parser.parse_args().kv_dtype)
-    require_gpu()
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; copy {bandwidth / 1e12:.2f} TB/s\n")
-    row("a layer of the 27B shape", "time", "floor", "share", "bar", "")
-    row(*["---"] * 6)
+    bandwidth = begin("a layer of the 27B shape", "time", "floor", "share", "bar", "")
     bench(SHAPES["27b"], (4096, 32768, 131072), (1, 4), bandwidth, kv_dtype)
 
 

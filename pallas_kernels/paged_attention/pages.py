@@ -29,12 +29,13 @@ class Pages(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        return page_size(self.keys)
+        return self.keys.shape[3 if turned(self.keys.dtype) else 4]
 
-
-def page_size(keys: Any) -> int:
-    """Tokens of a page."""
-    return keys.shape[3 if turned(keys.dtype) else 4]
+    def where(self, live: Array, other: float) -> Pages:
+        """The pages with `other` where `live` [*L, P, N] is false, whatever its leading axes broadcast to."""
+        column, row = live[..., None, None, :], live[..., None, :, None]
+        keys, values = (row, column) if turned(self.keys.dtype) else (column, row)
+        return Pages(jnp.where(keys, self.keys, other), jnp.where(values, self.values, other))
 
 
 def unit_of(page: int, most: int) -> int:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.paged_attention.pages import loaded, page_size, stored, turned, unit_of
+from pallas_kernels.paged_attention.pages import loaded, stored, turned, unit_of
 
 ROWS = 16  # of a tile: what one tensor-core instruction takes
 UNIT = 32  # tokens
@@ -113,7 +113,9 @@ def _attend(
     sizes = dict(K=K, group=group, unit=unit, programs=count)
     partial = lambda *tail: jax.ShapeDtypeStruct((B, Hkv, count, M, *tail), jnp.float32)  # noqa: E731
     mixed, highest, total = pl.pallas_call(
-        functools.partial(_partials, hides=hides, precision=precision, interpret=interpret, **sizes),
+        functools.partial(
+            _partials, per_page=page_size // unit, hides=hides, precision=precision, interpret=interpret, **sizes
+        ),
         grid=(B, Hkv * shares, count),
         out_shape=(partial(Dh), partial(), partial()),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
@@ -152,6 +154,7 @@ def _partials(
     group,
     unit,
     programs,
+    per_page,
     hides,
     precision,
     interpret,
@@ -159,7 +162,7 @@ def _partials(
     b, program = pl.program_id(0), pl.program_id(2)
     layer, start, count = layers[0], starts[b], counts[b]
     used = _used(start, count, unit)
-    Hkv, Dh, per_page = keys.shape[2], q.shape[2], page_size(keys) // unit
+    Hkv, Dh = keys.shape[2], q.shape[2]
     shares = pl.num_programs(1) // Hkv
     head, share = pl.program_id(1) // shares, pl.program_id(1) % shares
     tiles = min(mixed.shape[3] // ROWS, TILES)

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.paged_attention import softmax
-from pallas_kernels.paged_attention.pages import loaded, page_size, turned, unit_of
+from pallas_kernels.paged_attention.pages import loaded, turned, unit_of
 from pallas_kernels.paged_attention.triton import operand
 from pallas_kernels.ragged import BLOCK
 from pallas_kernels.registry import large_shared_memory, matrix_precision
@@ -40,14 +40,15 @@ def _attend(
 ) -> Array:
     """As `api.attend_ragged`, but that padding comes out as anything."""
     large = q.dtype == jnp.bfloat16 and not interpret and large_shared_memory()
-    rows, unit = rows or (128 if large else 64), unit if large else min(unit, 32)
+    rows, unit = rows or (128 if large else 64), unit_of(pages.page_size, unit if large else min(unit, 32))
     num_warps, num_stages = num_warps or 8, num_stages or (2 if large else 1)
     T, H, _ = q.shape
     return pl.pallas_call(
         functools.partial(
             _tile,
             rows=rows,
-            unit=unit_of(pages.page_size, unit),
+            unit=unit,
+            per_page=pages.page_size // unit,
             precision=matrix_precision(q),
             interpret=interpret,
         ),
@@ -59,12 +60,12 @@ def _attend(
     )(layer, page_table, start, begin, n_rows, q, *pages)
 
 
-def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, unit, precision, interpret):
+def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, unit, per_page, precision, interpret):
     # The longest tiles go first: the last ones to finish are short.
     head, tile, s = pl.program_id(0), pl.num_programs(1) - 1 - pl.program_id(1), pl.program_id(2)
     layer, start, count = layers[0], starts[s], counts[s]
     T, H, Dh = q.shape
-    per_page, kv = page_size(keys) // unit, head // (H // keys.shape[2])
+    kv = head // (H // keys.shape[2])
 
     @pl.when(tile * rows < count)
     def _():

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.timing import compiled, copy_bandwidth, normal, require_gpu, row, seconds
+from pallas_kernels.timing import begin, compiled, normal, row, seconds
 from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.forms import Fp8, Int4, Nvfp4
 
@@ -127,11 +127,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=["int4 g128", "int4 g32", "nvfp4", "fp8"])
     parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args()
-    require_gpu()
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; copy {bandwidth / 1e12:.2f} TB/s\n")
-    row("outputs x inputs", "rows", "time", "floor", "share", "over 1 row")
-    row(*["---"] * 6)
+    bandwidth = begin("outputs x inputs", "rows", "time", "floor", "share", "over 1 row")
     for name in args.shapes:
         N, K = map(int, name.split("x"))
         ours = {form: bench(form, N, K, bandwidth) for form in args.forms}[args.forms[0]]

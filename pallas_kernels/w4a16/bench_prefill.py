@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.linear import api as linear
-from pallas_kernels.timing import compiled, copy_bandwidth, normal, require_gpu, row, seconds
+from pallas_kernels.timing import begin, compiled, normal, row, seconds
 from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.bench import SHAPES, one_after_another, weight
 from pallas_kernels.w4a16.forms import Int4
@@ -79,11 +79,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--forms", nargs="*", default=["int4 g128", "nvfp4"])
     args = parser.parse_args()
-    require_gpu()
-    bandwidth = copy_bandwidth()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; copy {bandwidth / 1e12:.2f} TB/s\n")
-    row("outputs x inputs", "rows", "time", "rate", "beside")
-    row(*["---"] * 5)
+    bandwidth = begin("outputs x inputs", "rows", "time", "rate", "beside")
     for N, K in EXPERT_SHAPES:
         experts(N, K, args.tokens, bandwidth)
     for form in args.forms:

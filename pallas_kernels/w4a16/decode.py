@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.instructions import assembly, bfloat16_of_e4m3, multiply_add
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed
+from pallas_kernels.w4a16.pack import padded
 from pallas_kernels.w4a16.reference import e2m1, e4m3
 
 HALF = BLOCK // 2
@@ -35,6 +36,19 @@ def takes(x: Array, weight: Packed | Array) -> bool:
     """Whether the kernels can multiply by it: rows in bfloat16, whole blocks of inputs, in the order of the rows' own."""
     whole = weight.shape[-2] % BLOCK == 0 if isinstance(weight, jax.Array) else getattr(weight, "order", None) is None
     return x.dtype == jnp.bfloat16 and whole
+
+
+def in_stack(weight: Any, layer: Any) -> tuple[Any, Array]:
+    """A weight with an axis of layers, and the layer's number as an operand: a call is traced and compiled once for all layers."""
+    if layer is None:
+        weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
+    return weight, jnp.full(1, layer, jnp.int32)
+
+
+def whole_blocks(x: Array, weight: Packed | Array) -> Array:
+    """Rows with zeros for the inputs that a packed weight is padded with."""
+    inputs = x.shape[-1] if isinstance(weight, jax.Array) else padded(x.shape[-1])
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, inputs - x.shape[-1])])
 
 
 def arrays_of(weight: Packed | Array) -> list[Array]:

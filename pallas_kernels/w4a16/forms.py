@@ -97,6 +97,6 @@ Packed = Int4 | Nvfp4 | Fp8
 FORMS = (Int4, Nvfp4, Fp8, SideBySide, ByLayer)  # what may stand where a plain array does
 
 
-def outputs(weight: Packed) -> int:
-    """N of a packed weight."""
-    return weight.codes.shape[-2]
+def outputs(weight: Packed | jax.Array) -> int:
+    """N of a packed weight, or of a plain one [..., K, N]."""
+    return weight.shape[-1] if isinstance(weight, jax.Array) else weight.codes.shape[-2]

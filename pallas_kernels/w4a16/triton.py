@@ -24,24 +24,29 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.registry import multiprocessors
 from pallas_kernels.rows import add_in_order, least_holding, most_live, pad_rows
 from pallas_kernels.w4a16 import triton_prefill
-from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns, pieces_of
-from pallas_kernels.w4a16.forms import Fp8, Int4, Nvfp4, Packed, outputs
-from pallas_kernels.w4a16.pack import padded
+from pallas_kernels.w4a16.decode import (
+    adder,
+    arrays_of,
+    column_scale,
+    in_stack,
+    inside,
+    load_columns,
+    pieces_of,
+    whole_blocks,
+)
+from pallas_kernels.w4a16.forms import Int4, Packed, outputs
 
 ROWS = (8, 16, 32, 64)  # of a product; the first is the tensor cores' smallest, whose left side is the weight
 
 
 def product(x: Array, weight: Packed, layer: Any, **tuning: Any) -> Array:
     """x [R, K] in bfloat16 -> float32 [R, N]. More than 64 rows, which no decoding has, are those of a prefill."""
-    if layer is None:
-        weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
+    weight, layer = in_stack(weight, layer)
     if isinstance(weight, Int4) and weight.order is not None:
-        x = x[:, weight.order[layer]]
-    x = jnp.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1])))
-    layer = jnp.full(1, layer, jnp.int32)
+        x = x[:, weight.order[layer[0]]]
+    x = whole_blocks(x, weight)
     if x.shape[0] > ROWS[-1]:
         return triton_prefill.product(x, weight, layer)
-    # The layer is an operand, and the call a function of its own: traced, lowered and compiled once for all layers.
     live = most_live(x.shape[0])
     out = _product(layer, x, weight, live, **tuning)
     return pad_rows(out, x.shape[0])
@@ -78,10 +83,9 @@ def _product(
     )(layer, x, *arrays_of(weight))
     written = np.arange(len(out))[:, None] < np.repeat(parts, columns)[:N]
     out = add_in_order(out[:, :live], written)
-    if isinstance(weight, Nvfp4):
-        out = out * (256 * weight.scale[layer[0]])
-    if isinstance(weight, Fp8) and weight.scales.shape[-2] == 1:
-        out = out * weight.scales[layer[0]]
+    if whole := column_scale(weight):
+        scale, factor = whole
+        out = out * (factor * scale[layer[0]])
     return out
 
 

@@ -18,21 +18,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.rows import least_holding, most_live, pad_rows
-from pallas_kernels.w4a16.decode import adder, arrays_of, inside, load_columns, pieces_of, store_rows, takes
-from pallas_kernels.w4a16.forms import BLOCK, Fp8, Nvfp4, Packed, outputs
-from pallas_kernels.w4a16.pack import padded
+from pallas_kernels.w4a16.decode import (
+    adder,
+    arrays_of,
+    column_scale,
+    in_stack,
+    inside,
+    load_columns,
+    pieces_of,
+    store_rows,
+    takes,
+    whole_blocks,
+)
+from pallas_kernels.w4a16.forms import BLOCK, Packed, outputs
 from pallas_kernels.w4a16.triton import ROWS
 
 
 def expert_product(x: Array, weight: Packed | Array, experts: Array, layer: Any, **tuning: Any) -> Array:
     """x [R, K], or [R, k, K] for inputs of each choice, in bfloat16, up to 64 rows; experts [R, k], different ones in a row
     -> float32 [R, k, N]. A plain weight is [L, E, K, N]."""
-    if layer is None:
-        weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
-    inputs = weight.shape[-2] if isinstance(weight, jax.Array) else padded(x.shape[-1])
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, inputs - x.shape[-1])])
+    weight, layer = in_stack(weight, layer)
+    x = whole_blocks(x, weight)
     live = most_live(x.shape[0])
-    out = _product(jnp.full(1, layer, jnp.int32), x, weight, experts[:live], **tuning)
+    out = _product(layer, x, weight, experts[:live], **tuning)
     return pad_rows(out, x.shape[0])
 
 
@@ -53,9 +61,7 @@ def _product(
     interpret: bool = False,
 ) -> Array:
     R, k = experts.shape
-    plain = isinstance(weight, jax.Array)
-    N = weight.shape[-1] if plain else outputs(weight)
-    blocks = x.shape[-1] // BLOCK
+    N, blocks = outputs(weight), x.shape[-1] // BLOCK
     tuples = x.ndim == 3
     rows = least_holding(R, ROWS)
     x = x.reshape(-1, x.shape[-1]) if tuples else pad_rows(x, max(rows, x.shape[0]))
@@ -70,10 +76,9 @@ def _product(
         name="w4a16_experts",
     )(layer, wide, x, *arrays_of(weight))
     out = out[:-1, :N].reshape(R, k, N)
-    if isinstance(weight, Nvfp4):
-        out = out * (256 * weight.scale[layer[0]][experts])
-    if isinstance(weight, Fp8) and weight.scales.shape[-2] == 1:
-        out = out * weight.scales[layer[0]][experts, 0]
+    if whole := column_scale(weight):
+        scale, factor = whole
+        out = out * (factor * scale[layer[0]][experts, 0])
     return out
 
 

@@ -30,14 +30,15 @@ from pallas_kernels.w4a16.decode import (
     adder,
     arrays_of,
     column_scale,
+    in_stack,
     inside,
     load_columns,
     pieces_of,
     rounded_pieces,
     store_rows,
+    whole_blocks,
 )
 from pallas_kernels.w4a16.forms import BLOCK, Packed, outputs
-from pallas_kernels.w4a16.pack import padded
 
 MOST = 512  # rows
 
@@ -56,11 +57,8 @@ def product(x: Array, weight: Packed, layer: Array, **tuning: Any) -> Array:
 
 def grouped_product(x: Array, weight: Packed | Array, sizes: Array, layer: Any, **tuning: Any) -> Array:
     """x [R, K] in bfloat16, sorted by expert, `sizes[e]` rows of expert e -> float32 [R, N]. A plain weight is [L, E, K, N]."""
-    if layer is None:
-        weight, layer = jax.tree.map(lambda leaf: leaf[None], weight), 0
-    inputs = weight.shape[-2] if isinstance(weight, jax.Array) else padded(x.shape[-1])
-    x = jnp.pad(x, ((0, 0), (0, inputs - x.shape[-1])))
-    return _grouped(jnp.full(1, layer, jnp.int32), x, weight, sizes, **tuning)
+    weight, layer = in_stack(weight, layer)
+    return _grouped(layer, whole_blocks(x, weight), weight, sizes, **tuning)
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "columns", "parts", "num_warps", "interpret"))
@@ -80,7 +78,7 @@ def _grouped(
     plain = isinstance(weight, jax.Array)
     rows = rows or min(max(pl.next_power_of_2(pl.cdiv(R, E)), 16), 128 if E == 1 and large_shared_memory() else 64)
     columns = columns or (64 if rows == 16 else 128)
-    N = weight.shape[-1] if plain else outputs(weight)
+    N = outputs(weight)
     # Scaling the sums of many rows costs more than scaling, and rounding, the weights.
     pieces = (pieces_of if rows == 16 else rounded_pieces)(weight, interpret)
     scale, factor = column_scale(weight) or (None, 1.0)
