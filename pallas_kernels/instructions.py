@@ -60,6 +60,12 @@ def bfloat16_of_e4m3(codes: Array, interpret: bool, nan: bool = True) -> Array:
     )
 
 
+def awaited(x: Array, interpret: bool) -> Array:
+    """`x`, once the tensor cores have made it. For sums that a loop carries: of a product with a side in registers, some versions of
+    ptxas (13.0's) let the loop's next turn write to those registers while Hopper's tensor cores still read them."""
+    return x if interpret else assembly("mov.b32 $0, $1;", x)
+
+
 def rounded(x: Array, dtype: Any, interpret: bool) -> Array:
     """A float32 array with the numbers of `dtype` that are nearest."""
     if interpret or dtype != jnp.bfloat16 or x.size == 1:

@@ -36,7 +36,7 @@ from typing import Any
 
 import deviceless_worker as worker
 import jax
-from deviceless_text import Instruction, Thunk, accesses, instructions, only_moves, resources, thunks
+from deviceless_text import Instruction, Thunk, accesses, instructions, only_moves, resources, thunks, unawaited
 
 from pallas_kernels.registry import GPU_OPTIONS
 
@@ -172,14 +172,16 @@ def assert_wide_loads(compiled: Compiled, pattern: str, share: float = 0.75) -> 
 def assert_fits(
     compiled: Compiled, pattern: str | None = None, shared_bytes: int | None = None, spill_bytes: int = 0
 ) -> None:
-    """Kernels (all of Pallas, or those that match) spill no register, or no more than told, and need no more shared memory than a
-    block may have."""
+    """Kernels (all of Pallas, or those that match) spill no register, or no more than told, need no more shared memory than a
+    block may have, and never let a loop turn while the tensor cores read what its next turn may overwrite."""
     limit = SHARED_BYTES[compiled.target] if shared_bytes is None else shared_bytes
     for kernel in compiled.pallas_kernels() if pattern is None else compiled.kernels(pattern):
         assert kernel.spill_bytes <= spill_bytes, (
             f"{kernel.name} spills {kernel.spill_bytes} bytes ({kernel.registers} registers)"
         )
         assert kernel.shared_bytes <= limit, f"{kernel.name} needs {kernel.shared_bytes} bytes of shared memory"
+        turns = unawaited(kernel.ptx)
+        assert not turns, f"{kernel.name} does not wait for its products at the ends of loops: lines {turns} of its PTX"
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------

@@ -114,6 +114,27 @@ def accesses(ptx: str, kind: str) -> Counter[int]:
     return found
 
 
+_LABEL = re.compile(r"^(\$\w+):")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+_FROM_REGISTERS = re.compile(r"\bwgmma\.mma_async[.\w]*\s+\{[^}]*\},\s*\{")
+
+
+def unawaited(ptx: str) -> list[int]:
+    """Lines of a PTX text on which a loop turns while Hopper's tensor cores may still read the registers of a product. ptxas 13.0
+    gives these to the next turn's own numbers."""
+    lines, labels, found = ptx.split("\n"), dict[str, int](), []
+    for number, line in enumerate(lines):
+        if label := _LABEL.match(line):
+            labels[label[1]] = number
+        elif (branch := _BRANCH.search(line)) and branch[1] in labels:
+            reads = False
+            for passed in lines[labels[branch[1]] : number]:
+                reads = (reads or bool(_FROM_REGISTERS.search(passed))) and "wgmma.wait_group.sync.aligned 0;" not in passed
+            if reads:
+                found.append(number + 1)
+    return found
+
+
 def resources(report: str) -> dict[str, int]:
     """Registers, static shared memory, spills and stack in bytes from the report of `ptxas -v` on one kernel."""
     number = lambda pattern: int(match[1]) if (match := re.search(pattern, report)) else 0  # noqa: E731

@@ -128,11 +128,13 @@ MORE = [(t, form) for t in ("h200", "gb10") for form in ("g128", "g128z", "g064"
     ("target", "form"), PRODUCTS + [pytest.param(*x, marks=pytest.mark.long) for x in MORE if x not in PRODUCTS]
 )
 def test_products_with_packed_weights_fit_and_load_sixteen_bytes_at_a_time(target, form):
-    x = jax.ShapeDtypeStruct((16, 5120), jnp.bfloat16)
-    compiled = compile_for(target, product, x, packed(form))
-    assert_fits(compiled)
-    assert_wide_loads(compiled, "w4a16_product*")
-    assert not compiled.copies()  # the layer is read out of its stack
+    for rows in (16, 64):
+        x = jax.ShapeDtypeStruct((rows, 5120), jnp.bfloat16)
+        compiled = compile_for(target, product, x, packed(form))
+        assert_fits(compiled)
+        assert not compiled.copies()  # the layer is read out of its stack
+        if rows == 16:
+            assert_wide_loads(compiled, "w4a16_product*")
 
 
 CHUNKS = [("h200", "g128"), ("gb10", "nvfp4")]
@@ -292,7 +294,7 @@ def test_attention_of_a_prefill_fits_and_reads_sixteen_bytes_at_a_time(target, n
 def test_attention_of_a_prefill_over_eight_bit_pages_fits(target):
     args = chunk(paged.SHAPES["27b"], 2048, kv_dtype=FP8)
     compiled = compile_for(target, attend_chunk, *args, compiler_options=CAPTURE)
-    assert_fits(compiled, spill_bytes=8)  # two numbers a thread on an H200
+    assert_fits(compiled, spill_bytes=16)  # four numbers a thread on an H200
 
 
 @cases(("h200", "27b", 4))

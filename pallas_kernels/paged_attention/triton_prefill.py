@@ -11,6 +11,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.instructions import awaited
 from pallas_kernels.paged_attention import softmax
 from pallas_kernels.paged_attention.pages import loaded, turned, unit_of
 from pallas_kernels.paged_attention.triton import operand
@@ -94,7 +95,8 @@ def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, 
                     value = jnp.where(finite[:, None], value, 0)
                     score = jnp.where(finite[None, :], score, jnp.nan)
                 score = jnp.where(position[None, :] <= limit[:, None], score, -jnp.inf)
-            return softmax.add(carry, score, value, precision)
+            high, total, mixed = softmax.add(carry, score, value, precision)
+            return high, total, awaited(mixed, interpret)
 
         carry = softmax.empty(rows, Dh)
         carry = jax.lax.fori_loop(0, jnp.minimum(whole, used), functools.partial(step, masked=False), carry)

@@ -16,7 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.instructions import assembly, bfloat16_of_e4m3, multiply_add
+from pallas_kernels.instructions import assembly, awaited, bfloat16_of_e4m3, multiply_add
 from pallas_kernels.w4a16.forms import BLOCK, Fp8, Int4, Nvfp4, Packed
 from pallas_kernels.w4a16.pack import padded
 from pallas_kernels.w4a16.reference import e2m1, e4m3
@@ -107,6 +107,7 @@ def adder(pieces: Pieces, interpret: bool) -> Callable[..., Array]:
             if scale is None:
                 for at, values in terms:
                     sums = sums + dot(at, values)
+                sums = awaited(sums, interpret)
             else:
                 partial = functools.reduce(jnp.add, (dot(at, values) for at, values in terms))
                 sums = multiply_add(partial, scale.astype(jnp.float32)[:, None], sums, interpret)
