@@ -35,9 +35,11 @@ NEWEST := .venv-newest/bin/python
 NEWEST_INSTALL = $(UV) pip install --quiet --python $(NEWEST)
 
 # The tests that say whether the kernels are right and rows exact, run with the kernels. Each worker takes a part of the card's memory.
+GPU_TESTS := $(addprefix tests/test_, $(addsuffix .py, exactness ragged kernels w4a16 large_arrays))
+
 test-gpu:
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_MEM_FRACTION=0.08 PYTHONPATH=. $(GPU_PYTHON) -m pytest -n 8 --dist worksteal \
-		-p no:benchmark -W ignore::DeprecationWarning tests/test_exactness.py tests/test_ragged.py tests/test_kernels.py tests/test_w4a16.py $(ARGS)
+		-p no:benchmark -W ignore::DeprecationWarning $(GPU_TESTS) $(ARGS)
 
 test-newest-jax: .venv/.made
 	@$(UV) venv --quiet --clear --python $(BIN)/python .venv-newest

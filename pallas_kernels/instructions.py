@@ -13,8 +13,14 @@ from jax.experimental.pallas import triton as plgpu
 
 
 def multiply_add(a: Array, b: Array, c: Array, interpret: bool) -> Array:
-    """a * b + c, rounded once; float32, of shapes that broadcast."""
-    return a * b + c if interpret else assembly("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+    """a * b + c, rounded once; float32, of shapes that broadcast. The interpreter always rounds twice: left to the CPU's compiler,
+    it would do now one, now the other."""
+    return jax.lax.optimization_barrier(a * b) + c if interpret else assembly("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def exp2(x: Array, interpret: bool) -> Array:
+    """2^x in one instruction, to some 2e-7 of it; 0 where it would be subnormal."""
+    return jnp.exp2(x) if interpret else assembly("ex2.approx.ftz.f32 $0, $1;", x)
 
 
 def sigmoid(x: Array, interpret: bool) -> Array:
@@ -61,8 +67,8 @@ def bfloat16_of_e4m3(codes: Array, interpret: bool, nan: bool = True) -> Array:
 
 
 def awaited(x: Array, interpret: bool) -> Array:
-    """`x`, once the tensor cores have made it. For sums that a loop carries: of a product with a side in registers, some versions of
-    ptxas (13.0's) let the loop's next turn write to those registers while Hopper's tensor cores still read them."""
+    """`x`, once the tensor cores have made it: for sums that a loop carries. Where a side of the product is in registers, some
+    versions of ptxas (13.0's) let the loop's next turn write to these while Hopper's tensor cores still read them."""
     return x if interpret else assembly("mov.b32 $0, $1;", x)
 
 

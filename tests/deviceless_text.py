@@ -129,7 +129,9 @@ def unawaited(ptx: str) -> list[int]:
         elif (branch := _BRANCH.search(line)) and branch[1] in labels:
             reads = False
             for passed in lines[labels[branch[1]] : number]:
-                reads = (reads or bool(_FROM_REGISTERS.search(passed))) and "wgmma.wait_group.sync.aligned 0;" not in passed
+                reads = (
+                    reads or bool(_FROM_REGISTERS.search(passed))
+                ) and "wgmma.wait_group.sync.aligned 0;" not in passed
             if reads:
                 found.append(number + 1)
     return found

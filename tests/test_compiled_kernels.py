@@ -294,7 +294,7 @@ def test_attention_of_a_prefill_fits_and_reads_sixteen_bytes_at_a_time(target, n
 def test_attention_of_a_prefill_over_eight_bit_pages_fits(target):
     args = chunk(paged.SHAPES["27b"], 2048, kv_dtype=FP8)
     compiled = compile_for(target, attend_chunk, *args, compiler_options=CAPTURE)
-    assert_fits(compiled, spill_bytes=16)  # four numbers a thread on an H200
+    assert_fits(compiled, spill_bytes=40)  # five numbers a thread on an H200, written and read
 
 
 @cases(("h200", "27b", 4))

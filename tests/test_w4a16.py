@@ -262,19 +262,6 @@ def test_kernels_of_many_rows(kind):
     np.testing.assert_array_equal(decoded, reference.whole_rows(stack, 0, jnp.bfloat16))
 
 
-@pytest.mark.gpu
-def test_layers_past_the_first_two_gigabytes_are_read_where_they_lie():
-    """Of a stack with fewer than four, whose codes 32 bits count without a sign."""
-    layers, blocks, N = 36, 128, 8192  # 2.4e9 bytes
-    codes = jax.jit(lambda: jax.random.bits(jax.random.key(0, impl="rbg"), (layers, blocks, N, 64), "uint8"))()
-    stack = Int4(codes, jnp.full((layers, blocks, N), 0.01, jnp.bfloat16))
-    for layer in (0, 31, 32, 35):
-        alone = jax.tree.map(lambda leaf: leaf[layer : layer + 1], stack)  # noqa: B023
-        for rows in (4, 100, 600):
-            x = rows_of(rows, blocks * 128, "bfloat16")
-            np.testing.assert_array_equal(triton.product(x, stack, layer), triton.product(x, alone, 0))
-
-
 def test_forms_side_by_side_and_by_layer():
     one, _ = packed("int4 g32", 200, 37)
     other, _ = packed("nvfp4", 200, 48)

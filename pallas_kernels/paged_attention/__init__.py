@@ -8,6 +8,7 @@ triton_prefill  GPU: many rows a sequence
 softmax         the running softmax of both
 arg_specs       named shapes and arguments; tests/test_kernels.py uses them
 bench           `python -m pallas_kernels.paged_attention.bench`: times on a GPU, with the floor and the bar beside each
+bench_prefill   the same of chunks of prompts, beside cuDNN's attention
 """
 
 from pallas_kernels.paged_attention.api import attend, attend_ragged, write, write_ragged

@@ -16,6 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.instructions import exp2
 from pallas_kernels.paged_attention import softmax
 from pallas_kernels.paged_attention.pages import loaded, stored, turned, unit_of
 
@@ -123,7 +124,7 @@ def _attend(
         name="paged_attention_partials",
     )(layer, page_table, start, n_rows, first, q, *pages)
     return pl.pallas_call(
-        functools.partial(_combine, columns=columns, **sizes),
+        functools.partial(_combine, columns=columns, interpret=interpret, **sizes),
         grid=(R, H, Dh // columns),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
@@ -167,7 +168,6 @@ def _partials(
     head, share = pl.program_id(1) // shares, pl.program_id(1) % shares
     tiles = min(mixed.shape[3] // ROWS, TILES)
     row = share * tiles * ROWS
-    scale = Dh**-0.5
 
     @pl.when(program < used)
     def _():
@@ -199,17 +199,16 @@ def _partials(
                 value = jnp.where(finite[:, None], value, 0)
             after = []
             for (x, limit), running in zip(queries, parts, strict=True):
-                score = plgpu.dot(x, key, precision=precision) * scale
-                seen = position[None, :] <= limit[:, None]
-                if hides:
-                    seen &= (position >= firsts[b])[None, :]
+                score = plgpu.dot(x, key, precision=precision)
                 if finite is not None:
                     score = jnp.where(finite[None, :], score, jnp.nan)
-                score = jnp.where(seen, score, -jnp.inf)
-                after.append(softmax.add(running, score, value, precision))
+                    score = jnp.where(position[None, :] <= limit[:, None], score, -jnp.inf)
+                if hides:
+                    score = jnp.where((position >= firsts[b])[None, :], score, -jnp.inf)
+                after.append(softmax.add(running, score, value, precision, interpret))
             return tuple(after)
 
-        # Units that end at or before `start` hold committed rows only.
+        # Units that end at or before `start` hold committed rows only, which all see.
         mine = lambda units: jnp.maximum(units - program + programs - 1, 0) // programs  # noqa: E731
         settled, everything = mine(start // unit), mine(used)
         carry = jax.lax.fori_loop(0, settled, functools.partial(step, settled=True), (softmax.empty(ROWS, Dh),) * tiles)
@@ -221,7 +220,7 @@ def _partials(
             total[b, head, program, part] = sum_
 
 
-def _combine(starts, counts, mixed, highest, total, out, *, K, group, unit, programs, columns):
+def _combine(starts, counts, mixed, highest, total, out, *, K, group, unit, programs, columns, interpret):
     row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     B = starts.shape[0]
     b, t = jnp.minimum(row // K, B - 1), row % K
@@ -234,7 +233,7 @@ def _combine(starts, counts, mixed, highest, total, out, *, K, group, unit, prog
     parts = plgpu.load(at, mask=jnp.broadcast_to(live[:, None], (programs, columns)), other=0.0)
     high = plgpu.load(highest.at[b, kv, every, m], mask=live, other=softmax.LOWEST)
     sums = plgpu.load(total.at[b, kv, every, m], mask=live, other=0.0)
-    weight = jnp.exp(high - jnp.max(high, axis=0))
+    weight = exp2(high - jnp.max(high, axis=0), interpret)
     denominator = jnp.maximum(jnp.sum(weight * sums, axis=0), 1e-30)
     summed = jnp.sum(parts * weight[:, None], axis=0)
     out[row, head, pl.ds(part * columns, columns)] = (summed / denominator).astype(out.dtype)

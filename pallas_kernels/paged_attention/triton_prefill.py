@@ -35,14 +35,14 @@ def _attend(
     *,
     rows: int | None = None,
     unit: int = 64,
-    num_warps: int | None = None,
+    num_warps: int = 8,
     num_stages: int | None = None,
     interpret: bool = False,
 ) -> Array:
     """As `api.attend_ragged`, but that padding comes out as anything."""
     large = q.dtype == jnp.bfloat16 and not interpret and large_shared_memory()
     rows, unit = rows or (128 if large else 64), unit_of(pages.page_size, unit if large else min(unit, 32))
-    num_warps, num_stages = num_warps or 8, num_stages or (2 if large else 1)
+    num_stages = num_stages or (3 if large else 1)  # page numbers; keys and values; products
     T, H, _ = q.shape
     return pl.pallas_call(
         functools.partial(
@@ -84,7 +84,7 @@ def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, 
             tokens = pl.ds(jax.lax.rem(index, jnp.int32(per_page)) * unit, unit)
             key = loaded(keys, (layer, page, kv), slice(None), tokens, q.dtype, interpret)
             value = loaded(values, (layer, page, kv), tokens, slice(None), q.dtype, interpret)
-            score = plgpu.dot(x, key, precision=precision) * Dh**-0.5
+            score = plgpu.dot(x, key, precision=precision)
             if masked:
                 position = index * unit + jnp.arange(unit)
                 value = jnp.where((position < end)[:, None], value, 0)  # a page may hold anything past its rows
@@ -95,7 +95,7 @@ def _tile(layers, table, starts, begins, counts, q, keys, values, out, *, rows, 
                     value = jnp.where(finite[:, None], value, 0)
                     score = jnp.where(finite[None, :], score, jnp.nan)
                 score = jnp.where(position[None, :] <= limit[:, None], score, -jnp.inf)
-            high, total, mixed = softmax.add(carry, score, value, precision)
+            high, total, mixed = softmax.add(carry, score, value, precision, interpret)
             return high, total, awaited(mixed, interpret)
 
         carry = softmax.empty(rows, Dh)
