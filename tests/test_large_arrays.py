@@ -35,7 +35,8 @@ def of_layer(tree: Any, layer: int) -> Any:
 
 def equal(x: Any, y: Any) -> None:
     for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
-        assert jnp.array_equal(*(jax.lax.bitcast_convert_type(z, f"uint{8 * z.dtype.itemsize}") for z in (a, b)))
+        a, b = (jax.lax.bitcast_convert_type(z, f"uint{8 * z.dtype.itemsize}") for z in (a, b))
+        assert jnp.array_equal(a, b)
 
 
 @pytest.mark.gpu
