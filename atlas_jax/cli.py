@@ -140,6 +140,7 @@ def _model_options(command: Parser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL)
     command.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and activations")
     command.add_argument("--kv-dtype", choices=("float8_e4m3fn",), help="keeps keys and values in eight bits")
+    command.add_argument("--tensor-parallel", type=int, metavar="N", help="devices that share the model (default: 1)")
     command.add_argument("--max-length", type=int, metavar="N", help="tokens of prompt and answer together, at most")
     command.add_argument(
         "--drafter", metavar="NAME", help="none, mtp, lookup, hybrid, … (default: mtp where the model has it)"
@@ -248,7 +249,16 @@ def load(args: argparse.Namespace, progress: Progress) -> Any:
     given = draft_head_options.given(args)
     if isinstance(args.drafts, int) and args.drafts > 7:
         given["max_drafts"] = args.drafts
-    names = ("drafter_context", "refeed", "prefix_cache", "slots", "kv_dtype", "weights", "keep_executables")
+    names = (
+        "drafter_context",
+        "refeed",
+        "prefix_cache",
+        "slots",
+        "kv_dtype",
+        "tensor_parallel",
+        "weights",
+        "keep_executables",
+    )
     for name in (*names, *serve_command.RUN_FIELDS):
         if (value := getattr(args, name, None)) is not None:
             given[name] = value

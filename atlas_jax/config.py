@@ -204,6 +204,9 @@ class RunConfig:
             tokens by how early they were merged, so that the first are the most frequent; those that end a text come along.
         layout: "layers" keeps one array a layer and weight, "stacked" one array for all layers. XLA's CPU backend copies a
             layer out of a stack at every use, its GPU backend reads it in place.
+        tensor_parallel: devices of this process that share the model: each has its part of the heads, of the feed-forward blocks'
+            inner features, of the vocabulary and of the state. Numbers that size the state are of all devices together. A row's
+            bits depend on how many there are.
         probes: research switches.
     """
 
@@ -228,6 +231,7 @@ class RunConfig:
     draft_vocabulary: int | None = None
     layout: Literal["layers", "stacked"] = "layers"
     kv_dtype: Literal["float8_e4m3fn"] | None = None
+    tensor_parallel: int = 1
     probes: Probes = Probes()
 
     def __post_init__(self) -> None:
@@ -235,7 +239,7 @@ class RunConfig:
             raise ConfigError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
         if self.kv_dtype not in (None, "float8_e4m3fn"):
             raise ConfigError(f"kv_dtype must be None (as dtype) or float8_e4m3fn, got {self.kv_dtype!r}")
-        for name in "slots max_length row_group page_size prefill_chunk rounds_per_dispatch".split():
+        for name in "slots max_length row_group page_size prefill_chunk rounds_per_dispatch tensor_parallel".split():
             at_least(1, name, getattr(self, name))
         if self.kv_pages is not None:
             at_least(self.pages_per_slot, "kv_pages (a sequence of max_length tokens must fit)", self.kv_pages)

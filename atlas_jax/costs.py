@@ -48,6 +48,7 @@ def table_path(config: ModelConfig, run: RunConfig, params: Any) -> pathlib.Path
         (jax.tree_util.keystr(path), str(x.dtype), x.shape) for path, x in jax.tree.leaves_with_path(params)
     )
     how = [run.dtype, run.row_group, run.page_size, run.layout, *([run.kv_dtype] if run.kv_dtype else [])]
+    how += [f"{run.tensor_parallel} devices"] if run.tensor_parallel > 1 else []
     digest = hashlib.sha256(json.dumps([repr(config), weights, how]).encode()).hexdigest()[:16]
     device = re.sub(r"[^A-Za-z0-9]+", "-", jax.devices()[0].device_kind).strip("-").lower()
     return folder / f"{device}-{config.model_type}-{run.dtype}-{digest}.json"

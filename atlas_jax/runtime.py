@@ -30,6 +30,7 @@ from atlas_jax.metrics import Acceptance, AcceptanceLog
 from atlas_jax.models.draft_head import with_draft_head
 from atlas_jax.session import Session
 from atlas_jax.settings import enable_compilation_cache, row_group_on_gpu
+from atlas_jax.tensor_parallel import placement
 from atlas_jax.text.chat import render_chat
 from atlas_jax.text.tokenizer import Tokenizer, load_tokenizer
 from atlas_jax.weights.presets import resolve
@@ -74,7 +75,7 @@ def load(
             either; it is found as long as neither the sources nor anything else changes that it depends on.
         progress: called with (bytes read, bytes in all) while loading and with a text for each compilation.
         **run: further fields of `RunConfig`: `draft_head` and `draft_vocabulary` (a cheaper head to draft with), `kv_dtype`,
-            `prefix_cache`, …
+            `prefix_cache`, `tensor_parallel` (devices that share the model), …
 
     Raises:
         CheckpointError: the model is missing, damaged or of a form that is not supported.
@@ -99,7 +100,14 @@ def load(
         max_drafts=max_drafts,
         **(defaults | run),
     )
-    params = source.load(dtype=settings.dtype, layout=settings.layout, seed=seed, weights=weights, progress=progress)
+    params = source.load(
+        dtype=settings.dtype,
+        layout=settings.layout,
+        seed=seed,
+        weights=weights,
+        placed=placement(config, settings),
+        progress=progress,
+    )
     tokenizer = load_tokenizer(source.directory) if source.directory else None
     runtime = Runtime(config, settings, params, tokenizer, progress, keep_executables)
     if warm:
@@ -113,7 +121,8 @@ class Runtime:
 
     Attributes:
         config, run: what the model is, how it is run.
-        params: the Flax parameters, plain arrays; `loop.model` is the Flax module they belong to.
+        params: the Flax parameters, plain arrays, or shares of them on several devices; `loop.model` is the Flax module they belong
+            to.
         acceptance: of all requests since the last `reset`, those that were broken off included.
     """
 
@@ -136,8 +145,8 @@ class Runtime:
             setting = f"drafter_context {run.drafter_context!r}" if run.refeed else "refeed=False"
             raise ConfigError(f"{setting} is about the model's own drafter, and this model has no mtp.* tensors")
         self.config, self.run, self.tokenizer = config, run, tokenizer
-        self.params = params = with_draft_head(config, run, params)
-        self.loop = Loop(config, run, params, progress, keep_executables)
+        self.loop = Loop(config, run, with_draft_head(config, run, params), progress, keep_executables)
+        self.params = self.loop.params
         self.acceptance = AcceptanceLog()
         self._lock = threading.Lock()
         self._reader: int | None = None  # the thread whose call holds the lock
@@ -160,6 +169,7 @@ class Runtime:
             cache = f"prefix cache of {tokens} tokens, {sizes.snapshots} snapshots, one in {sizes.interval} tokens"
             cache += f", {sizes.host_snapshots} on the host" if sizes.host_snapshots else ""
         cache += f"; keys and values in {run.kv_dtype}" if run.kv_dtype else ""
+        cache += f"; shared by {run.tensor_parallel} devices" if run.tensor_parallel > 1 else ""
         probes = f"; {run.probes}" if run.probes else ""
         return f"{cache}; {drafter}{probes}" if self.config.has_mtp else cache
 

@@ -136,8 +136,8 @@ class _Timer:
 
 
 def moved_bytes(config: ModelConfig, run: RunConfig, params: Any, rows: int, context: int, batch: int) -> int:
-    """Bytes that a verify must move: weights and KV read once, recurrent state read and written once. Of experts, those that so
-    many rows are expected to choose."""
+    """Bytes that a verify must move on each device: weights and KV read once, recurrent state read and written once. Of experts,
+    those that so many rows are expected to choose."""
     total = rows * batch
     chosen = 1.0
     if config.num_experts:
@@ -152,4 +152,4 @@ def moved_bytes(config: ModelConfig, run: RunConfig, params: Any, rows: int, con
     itemsize = jnp.dtype(run.page_dtype).itemsize
     kv = config.num_full_layers * context * 2 * config.num_key_value_heads * config.head_dim * itemsize
     head_state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim * 4
-    return int(weights + batch * (kv + 2 * config.num_linear_layers * head_state))
+    return int(weights + batch * (kv + 2 * config.num_linear_layers * head_state)) // run.tensor_parallel

@@ -33,6 +33,8 @@ import jaxtyping
 import pytest
 from beartype import beartype
 
+jax.config.update("jax_num_cpu_devices", 2)  # for tests of several; all others run on the first
+
 hypothesis.settings.register_profile(
     "ci",
     derandomize=True,

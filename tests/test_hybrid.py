@@ -91,7 +91,9 @@ def decode(policy: Any, drafter: Any, prompt: list[int], n: int) -> list[int]:
     return [t for step in runtime().loop.decode([request], drafter, policy, 2, lambda *_: None) for t in step.token_ids]
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter(1), EAGER], ids=["lookup", "hybrid"])
+@pytest.mark.parametrize(
+    "drafter", [pytest.param(LookupDrafter(1), marks=pytest.mark.long), EAGER], ids=["lookup", "hybrid"]
+)
 @pytest.mark.parametrize("options", [{}, pytest.param(SAMPLED, marks=pytest.mark.long)], ids=["greedy", "sampled"])
 def test_output_and_state_are_those_of_plain_decoding(drafter, options):
     r, looked = runtime(), 0

@@ -29,7 +29,7 @@ class SnapshotStore:
         self.executables, self.page_size = executables, page_size
         self.rows, self.host_rows = rows, host_rows
         self.saved = self.evicted = self.poisoned = 0
-        self._pool = pool.init_pool(config, run, rows) if rows else None
+        self._pool = executables.placed.made(lambda: pool.init_pool(config, run, rows)) if rows else None
         self._free = list(range(rows - 1, -1, -1))
         self._device: collections.OrderedDict[Node, int] = collections.OrderedDict()  # the longest unused first
         self._host: collections.OrderedDict[Node, pool.Saved] = collections.OrderedDict()

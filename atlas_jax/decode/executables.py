@@ -23,6 +23,7 @@ from atlas_jax.decode.store import ExecutableStore
 from atlas_jax.models import HybridModel, call
 from atlas_jax.settings import compiler_options
 from atlas_jax.shapes import Array
+from atlas_jax.tensor_parallel import ONE_DEVICE, OneDevice
 
 Progress = Callable[[str], None]
 SCALAR = jax.ShapeDtypeStruct((), jnp.int32)  # a slot or a count: looking an executable up makes no arrays
@@ -38,8 +39,9 @@ class Executables:
         run: RunConfig,
         progress: Progress | None = None,
         store: ExecutableStore | None = None,
+        placed: OneDevice = ONE_DEVICE,
     ) -> None:
-        self.model, self.run, self.progress, self.store = model, run, progress, store
+        self.model, self.run, self.progress, self.store, self.placed = model, run, progress, store, placed
         self.compile_s = 0.0
         self._compiled: dict[Any, concurrent.futures.Future[Any]] = {}
         self._lock = threading.Lock()
@@ -49,9 +51,15 @@ class Executables:
         return len(self._compiled)
 
     def get(
-        self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        donate: tuple[int, ...],
+        *,
+        step: bool = False,
     ) -> Any:
-        """The executable of `key`, compiled for the shapes of `args` if it is new."""
+        """The executable of `key`, compiled for the shapes of `args` if it is new. A `step` runs the model."""
         made: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self._lock:
             known = self._compiled.setdefault(key, made)
@@ -62,7 +70,7 @@ class Executables:
         if known is not made:
             return known.result()
         try:
-            made.set_result(self._make(key, function, args, donate))
+            made.set_result(self._make(key, function, args, donate, step))
         except BaseException as error:
             made.set_exception(error)
             with self._lock:
@@ -76,14 +84,21 @@ class Executables:
         return made.result()
 
     def _make(
-        self, key: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...]
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        donate: tuple[int, ...],
+        step: bool,
     ) -> Any:
         options = compiler_options(self.run.row_group)
 
         def compile(function: Callable[..., Any]) -> Any:
             if self.progress:
                 self.progress(" ".join(part for part in key if isinstance(part, str)))
-            return jax.jit(function, donate_argnums=donate).lower(*args).compile(options)
+            where = None if step else self.placed.out_shardings(function, args)
+            function = self.placed.step(function, args) if step else function
+            return jax.jit(function, donate_argnums=donate, out_shardings=where).lower(*args).compile(options)
 
         # Nobody knows what the name of somebody else's drafter stands for tomorrow.
         ours = all(type(part).__module__.startswith(("atlas_jax.", "builtins")) for part in key)
@@ -111,7 +126,7 @@ class Executables:
             "" if n_top is None else f"logprobs={n_top}",
             _structure(state),
         )
-        return self.get(key, function, (params, state, slots, SCALAR), (1,))
+        return self.get(key, function, (params, state, slots, SCALAR), (1,), step=True)
 
     def guided(
         self,
@@ -132,8 +147,14 @@ class Executables:
         rows = rounds.Rows(shape(B, K), shape(B), shape(B, K - 1))  # pyright: ignore[reportArgumentType]
         logged = "" if n_top is None else f"logprobs={n_top}"
         return (
-            self.get(("draft", *key), draft, (params, state, slots), (1,)),
-            self.get(("guided", *key, logged), verify, (params, state, slots, rows, shape(B, K, -(-V // 32))), (1,)),
+            self.get(("draft", *key), draft, (params, state, slots), (1,), step=True),
+            self.get(
+                ("guided", *key, logged),
+                verify,
+                (params, state, slots, rows, shape(B, K, -(-V // 32))),
+                (1,),
+                step=True,
+            ),
         )
 
     def prefill(self, size: int, sequences: int, params: Any, state: DecodeState) -> Any:
@@ -147,7 +168,7 @@ class Executables:
         each, tokens = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (sequences, size))
         args = (params, state, each, tokens, each, each)
         key = ("prefill", f"tokens={size}", f"sequences={sequences}", _structure(state))
-        return self.get(key, prefill, args, (1,))
+        return self.get(key, prefill, args, (1,), step=True)
 
     def _alone(self, params: Any, state: DecodeState, slot: Array, tokens: Array, n: Array, **options: Any) -> Any:
         """The model's prefill of one sequence's chunk."""
@@ -166,7 +187,7 @@ class Executables:
             return call(self.model, params, hidden, method="logits"), dataclasses.replace(state, target=target)
 
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
-        return self.get(("logits", f"tokens={size}", _structure(state)), logits, args, (1,))
+        return self.get(("logits", f"tokens={size}", _structure(state)), logits, args, (1,), step=True)
 
     def score(self, n_top: int, size: int, params: Any, state: DecodeState) -> Any:
         """(params, state, slot, tokens [size], n, following [size]) -> (what `log_probabilities` gives of the following tokens,
@@ -179,7 +200,9 @@ class Executables:
 
         tokens = jax.ShapeDtypeStruct((size,), jnp.int32)
         args = (params, state, SCALAR, tokens, SCALAR, tokens)
-        return self.get(("score", f"tokens={size}", f"logprobs={n_top}", _structure(state)), score, args, (1,))
+        return self.get(
+            ("score", f"tokens={size}", f"logprobs={n_top}", _structure(state)), score, args, (1,), step=True
+        )
 
     def hiddens(self, size: int, params: Any, state: DecodeState) -> Any:
         """(params, state, slot, tokens [size], n) -> (the hiddens that the drafter reads [size, D], state)."""
@@ -189,7 +212,7 @@ class Executables:
             return hidden, dataclasses.replace(state, target=target)
 
         args = (params, state, SCALAR, jax.ShapeDtypeStruct((size,), jnp.int32), SCALAR)
-        return self.get(("hiddens", f"tokens={size}", _structure(state)), hiddens, args, (1,))
+        return self.get(("hiddens", f"tokens={size}", _structure(state)), hiddens, args, (1,), step=True)
 
     def open(self, state: DecodeState, values: dict[str, Any]) -> Any:
         """(state, slot, values) -> state."""

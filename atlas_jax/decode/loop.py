@@ -32,6 +32,7 @@ from atlas_jax.errors import RequestError, StateError
 from atlas_jax.metrics import Acceptance
 from atlas_jax.models import HybridModel
 from atlas_jax.settings import executables_folder
+from atlas_jax.tensor_parallel import placement
 
 AUTO_ROWS = (1, 2, 4, 8, 16)  # and the most there are room for; each is an executable
 
@@ -49,10 +50,13 @@ class Loop:
         progress: Progress | None = None,
         keep_executables: bool = False,
     ) -> None:
-        self.config, self.run, self.params = config, run, params
-        model = HybridModel(config, dtype=jnp.dtype(run.dtype), layout=run.layout, row_group=run.row_group)
+        self.config, self.run = config, run
+        self.placed = placement(config, run)
+        self.params = self.placed.params(params)
+        model = HybridModel(config, jnp.dtype(run.dtype), run.layout, run.row_group, run.tensor_parallel)
         folder = executables_folder() if keep_executables else None
-        self.executables = Executables(model, run, progress, folder and ExecutableStore(folder, (config, run)))
+        store = folder and ExecutableStore(folder, (config, run))
+        self.executables = Executables(model, run, progress, store, self.placed)
         self.model = model
         self.cache = PrefixCache(config, run, self.executables)
         self.chunks = Chunks(run, self.cache.budget.interval)
@@ -346,7 +350,10 @@ class Loop:
     def state(self) -> DecodeState:
         """The newest, as yet without a drafter's; an empty one where there is none."""
         if self._state is None:
-            self._state = init_decode(self.config, self.run, self.cache.budget.spare_pages)
+            self._state = state = self.placed.made(
+                lambda: init_decode(self.config, self.run, self.cache.budget.spare_pages)
+            )
+            return state
         return self._state
 
     @state.setter

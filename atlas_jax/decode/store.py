@@ -60,9 +60,9 @@ class ExecutableStore:
     ) -> Any:
         """The executable of a function for the forms of `args`, from disk, or as `compile` makes it of the function that it is
         given. `repr(what)` and `repr(options)` must say all that the program depends on besides."""
-        key = _digest(self._about, repr(what), _forms(args), repr(options), str(_device(args)))
+        key = _digest(self._about, repr(what), _forms(args), repr(options), str(_devices(args)))
         path = self.folder / f"{key}.executable"
-        if (made := _read(path, _device(args))) is not None:
+        if (made := _read(path, _devices(args))) is not None:
             return made
 
         def named(*args: Any) -> Any:
@@ -100,14 +100,13 @@ class ExecutableStore:
                     path.unlink(missing_ok=True)
 
 
-def _device(args: tuple[Any, ...]) -> Any:
-    """Where the arguments are; one device."""
+def _devices(args: tuple[Any, ...]) -> list[Any]:
+    """Where the arguments are."""
     found = {device for x in jax.tree.leaves(args) if isinstance(x, jax.Array) for device in x.devices()}
-    [device] = found or {jax.devices()[0]}
-    return device
+    return sorted(found or {jax.devices()[0]}, key=lambda device: device.id)
 
 
-def _read(path: pathlib.Path, device: Any) -> Any | None:
+def _read(path: pathlib.Path, devices: list[Any]) -> Any | None:
     """An entry, ready to be called; None where there is none, or a damaged one, which is removed."""
     try:
         data = path.read_bytes()
@@ -117,8 +116,8 @@ def _read(path: pathlib.Path, device: Any) -> Any | None:
         checksum, body = data[:32], data[32:]
         if hashlib.sha256(body).digest() != checksum:
             raise ValueError("it has other bytes than were written")
-        # Without the device it would be loaded for all there are, and fail when it is called.
-        made = serialize_executable.deserialize_and_load(*pickle.loads(body), execution_devices=[device])
+        # Without devices it would be loaded for all there are, and fail when it is called.
+        made = serialize_executable.deserialize_and_load(*pickle.loads(body), execution_devices=devices)
     except Exception as error:  # whatever JAX and XLA raise
         warnings.warn(f"{path}: this executable cannot be used ({error}); it is compiled anew", stacklevel=2)
         with contextlib.suppress(OSError):

@@ -48,7 +48,7 @@ class Attention(Block):
     ) -> Float[Array, "*rows D"]:
         """Output gate, then the output projection of layer `i`."""
         y = out * jax.nn.sigmoid(gate)
-        return project(y.reshape(*y.shape[:-2], -1), self.out_proj, i)
+        return project(y.reshape(*y.shape[:-2], -1), self.out_proj, i, devices=self.devices)
 
 
 def causal_attention(

@@ -11,6 +11,7 @@ import numpy as np
 from atlas_jax.config import ModelConfig, RunConfig
 from atlas_jax.errors import ConfigError
 from atlas_jax.shapes import Array, Float
+from atlas_jax.tensor_parallel.shares import gathered
 from atlas_jax.weights.quantised.codes import packed
 from atlas_jax.weights.quantised.rounding import rounded
 from atlas_jax.weights.quantised.scheme import Scheme
@@ -57,9 +58,11 @@ def with_draft_head(config: ModelConfig, run: RunConfig, params: Any) -> Any:
     return params | {"params": held | {"draft_head": made | {"weight": make(head)}}}
 
 
-def draft_logits(head: dict[str, Any], hidden: Float[Array, "R D"], vocabulary: int) -> Float[Array, "R V"]:
-    """Logits by a draft head; -inf for tokens that it does not know."""
+def draft_logits(
+    head: dict[str, Any], hidden: Float[Array, "R D"], vocabulary: int, devices: int = 1
+) -> Float[Array, "R V"]:
+    """Logits by a draft head; -inf for tokens that it does not know. One that knows all is shared by the `devices`."""
     logits = linear(hidden, head["weight"])
     if "tokens" not in head:
-        return logits
+        return gathered(logits, devices)
     return jnp.full((hidden.shape[0], vocabulary), -jnp.inf).at[:, head["tokens"]].set(logits)

@@ -31,12 +31,13 @@ class MtpDrafter(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype = jnp.dtype("float32")
     layout: str = "layers"
+    devices: int = 1
 
     def setup(self) -> None:
         D = self.config.hidden_size
         self.fc = parameter(self, "fc", lambda key: scaled_normal(2 * D)(key, (2 * D, D), self.dtype))
-        self.attention = Attention(self.config, 1, self.dtype, self.layout)
-        self.feed_forward = feed_forward(self.config)(self.config, 1, self.dtype, self.layout)
+        self.attention = Attention(self.config, 1, self.dtype, self.layout, self.devices)
+        self.feed_forward = feed_forward(self.config)(self.config, 1, self.dtype, self.layout, self.devices)
 
     def _norm(self, x: Array, weight: Array) -> Array:
         return rms_norm(x, weight, self.config.rms_norm_eps)

@@ -83,7 +83,7 @@ class GatedDeltaNet(Block):
         gate = gate if gate.ndim == out.ndim else self._gate(gate)
         norm = self.vectors[i][2 * self.config.linear_num_value_heads :]
         y = gated_rms_norm(out, norm, gate, self.config.rms_norm_eps)
-        return project(y.reshape(*y.shape[:-2], -1), self.out_proj, i)
+        return project(y.reshape(*y.shape[:-2], -1), self.out_proj, i, devices=self.devices)
 
     def _gate(self, projected: Float[Array, "*rows width"]) -> Float[Array, "*rows Hv Dv"]:
         c = self.config

@@ -21,6 +21,7 @@ from atlas_jax.models.feed_forward import feed_forward
 from atlas_jax.models.layers import parameter, rms_norm, scaled_normal
 from atlas_jax.shapes import Array, Float, Int
 from atlas_jax.state.target import TargetState
+from atlas_jax.tensor_parallel.shares import gathered, local_config, looked_up
 from pallas_kernels import gated_delta, paged_attention
 from pallas_kernels.linear import linear
 from pallas_kernels.ragged import BLOCK, rows_of
@@ -40,22 +41,24 @@ class Hidden(NamedTuple):
 class HybridModel(nn.Module):
     """A Gated DeltaNet + attention decoder with its multi-token-prediction drafter (`mtp`, where the config has one).
 
-    All methods are pure; `apply(params, …, method=…)` is what gets jitted. `row_group` and `layout` are those of `RunConfig`.
+    All methods are pure; `apply(params, …, method=…)` is what gets jitted. `row_group` and `layout` are those of `RunConfig`. Where
+    `devices` share the model, methods run on each of them with its share of parameters and state (`tensor_parallel`).
     """
 
     config: ModelConfig
     dtype: jnp.dtype = jnp.dtype("float32")
     layout: str = "layers"
     row_group: int = 8
+    devices: int = 1
 
     def setup(self) -> None:
-        c = self.config
-        shared: dict[str, Any] = dict(config=c, dtype=self.dtype, layout=self.layout)
-        self.embedding = self.param(
-            "embedding", scaled_normal(c.hidden_size), (c.vocab_size, c.hidden_size), self.dtype
+        c, tokens = self.config, self.config.vocab_size // self.devices
+        shared: dict[str, Any] = dict(
+            config=local_config(c, self.devices), dtype=self.dtype, layout=self.layout, devices=self.devices
         )
+        self.embedding = self.param("embedding", scaled_normal(c.hidden_size), (tokens, c.hidden_size), self.dtype)
         if not c.tie_word_embeddings:
-            size = c.hidden_size, c.vocab_size
+            size = c.hidden_size, tokens
             self.head = parameter(self, "head", lambda key: scaled_normal(c.hidden_size)(key, size, self.dtype))
         # Of each layer before its mixer and before its feed-forward block, and of the last layer's output; then the drafter's.
         norms = 2 * c.num_layers + 1 + (len(DrafterNorms._fields) if c.has_mtp else 0)
@@ -69,19 +72,21 @@ class HybridModel(nn.Module):
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        return self.embedding.at[tokens].get(mode="promise_in_bounds")
+        return looked_up(self.embedding, tokens, self.devices)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Float32 logits of post-norm hiddens."""
         weight = self.embedding if self.config.tie_word_embeddings else self.head
-        return linear(hidden, weight, transposed=self.config.tie_word_embeddings)
+        return gathered(linear(hidden, weight, transposed=self.config.tie_word_embeddings), self.devices)
 
     def draft_logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """`logits` of few rows that need not be exact: of the draft head, where there is one."""
         rows = pad_rows(hidden, bucket(hidden.shape[0], self.row_group))
         head = self.get_variable("params", "draft_head")
         with at_most(hidden.shape[0]):
-            logits = self.logits(rows) if head is None else draft_logits(head, rows, self.config.vocab_size)
+            logits = (
+                self.logits(rows) if head is None else draft_logits(head, rows, self.config.vocab_size, self.devices)
+            )
         return logits[: hidden.shape[0]]
 
     def drafter_hidden(self, hidden: Hidden) -> Float[Array, "*rows D"]:

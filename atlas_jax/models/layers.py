@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.shapes import Array, Float, Int
+from atlas_jax.tensor_parallel.shares import added
 from pallas_kernels.linear import linear
 from pallas_kernels.w4a16 import FORMS
 
@@ -28,12 +29,14 @@ class Block(nn.Module):
     Attributes:
         layout: "stacked" holds one array [layers, …] a weight, "layers" a tuple of arrays […] (see `RunConfig.layout`).
             Either way `project(x, weight, i)` takes layer i of it, and a `vector`'s is `vector[i]`.
+        devices: how many share the layers; `config` is of one share.
     """
 
     config: ModelConfig
     layers: int
     dtype: jnp.dtype = jnp.dtype("float32")
     layout: str = "layers"
+    devices: int = 1
 
     def weight(self, name: str, init: Initializer, shape: tuple[int, ...], dtype: jnp.dtype | None = None):
         """Declares a weight of `shape` for each layer."""
@@ -48,9 +51,12 @@ class Block(nn.Module):
         return self.weight(name, init, shape, jnp.dtype("float32"))
 
 
-def project(x: Float[Array, "*rows D"], weight: Any, i: int | None = None) -> Float[Array, "*rows N"]:
-    """`x @ weight`, or layer `i` of a block's weight, in whichever form (see `pallas_kernels.linear`); rounded to `x.dtype`."""
-    return linear(x, weight, i).astype(x.dtype)
+def project(
+    x: Float[Array, "*rows D"], weight: Any, i: int | None = None, *, devices: int = 1
+) -> Float[Array, "*rows N"]:
+    """`x @ weight`, or layer `i` of a block's weight, in whichever form (see `pallas_kernels.linear`); rounded to `x.dtype`. Where
+    `devices` have some of the inputs each, their sums are added first."""
+    return added(linear(x, weight, i), devices).astype(x.dtype)
 
 
 def parameter(module: nn.Module, name: str, init: Callable[[Array], Any]) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 
 from atlas_jax.config import ModelConfig
 from atlas_jax.errors import CheckpointError
+from atlas_jax.tensor_parallel import ONE_DEVICE, OneDevice
 from atlas_jax.weights import cache
 from atlas_jax.weights.build import Made, prepare
 from atlas_jax.weights.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ def load_params(
     layout: str,
     recipe: Recipe | None = None,
     cache_folder: pathlib.Path | None = None,
+    placed: OneDevice = ONE_DEVICE,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The parameters of the model in `directory`, in the form that `HybridModel(config, dtype, layout).init` has; quantised weights
@@ -47,6 +49,8 @@ def load_params(
         layout: see `RunConfig.layout`.
         recipe: how the weights are quantised (`hf_config.recipe_in(directory)`); None for a checkpoint where none are.
         cache_folder: where packed weights of quantised checkpoints are kept (`weights.cache`); None keeps none.
+        placed: which devices get them. A weight is made on the first and then shared; all of a quantised checkpoint are, since what
+            is kept is whole.
         progress: called with the bytes read so far and in all, after each weight.
 
     Raises:
@@ -70,7 +74,8 @@ def load_params(
         entry = cache_folder / cache.identity([checkpoint.directory / "config.json", *checkpoint.files], how)
         weights = cache.read(entry, {name: made.form for name, made in prepared.items()})
     if weights is None:
-        weights = _made(checkpoint, prepared, total, progress)
+        place = placed if entry is None else ONE_DEVICE
+        weights = _made(checkpoint, prepared, total, place, progress)
         if entry is not None:
             cache.write(entry, weights)
     elif progress is not None:
@@ -80,11 +85,13 @@ def load_params(
         node = params
         for key in leaf.path[:-1]:
             node = node.setdefault(key, {})
-        node[leaf.path[-1]] = weights[".".join(leaf.path)]
-    return {"params": params}
+        node[leaf.path[-1]] = weights.pop(".".join(leaf.path))
+    return placed.params({"params": params})
 
 
-def _made(checkpoint: Checkpoint, prepared: dict[str, Made], total: int, progress: Progress | None) -> dict[str, Any]:
+def _made(
+    checkpoint: Checkpoint, prepared: dict[str, Made], total: int, placed: OneDevice, progress: Progress | None
+) -> dict[str, Any]:
     done, out = 0, {}
     weights = [weight for made in prepared.values() for weight in made.weights]
     ahead = collections.deque()
@@ -99,7 +106,7 @@ def _made(checkpoint: Checkpoint, prepared: dict[str, Made], total: int, progres
                 done += weight.release(checkpoint)
                 if progress is not None:
                     progress(done, total)
-            out[name] = made.all()
+            out[name] = placed.leaf(tuple(name.split(".")), made.all())
     return out
 
 

@@ -15,6 +15,7 @@ from atlas_jax.config import ModelConfig
 from atlas_jax.errors import CheckpointError, ConfigError
 from atlas_jax.models import HybridModel
 from atlas_jax.settings import weights_folder
+from atlas_jax.tensor_parallel import ONE_DEVICE, OneDevice
 from atlas_jax.weights.checkpoint import has_weights
 from atlas_jax.weights.hf_config import model_config, recipe_in
 from atlas_jax.weights.load import Progress, load_params
@@ -93,16 +94,23 @@ class Source:
     preset: str | None = None
 
     def load(
-        self, *, dtype: str, layout: str, seed: int = 0, weights: str | None = None, progress: Progress | None = None
+        self,
+        *,
+        dtype: str,
+        layout: str,
+        seed: int = 0,
+        weights: str | None = None,
+        placed: OneDevice = ONE_DEVICE,
+        progress: Progress | None = None,
     ) -> dict[str, Any]:
-        """The parameters; `seed` and `weights` are about random weights.
+        """The parameters, where `placed` has them; `seed` and `weights` are about random weights.
 
         Raises:
             CheckpointError: the weights are missing, damaged or not those of `config`.
             ConfigError: `weights` are not known, or given for a directory.
         """
         if self.directory is None:
-            return random_params(self.config, dtype=dtype, layout=layout, seed=seed, weights=weights)
+            return placed.params(random_params(self.config, dtype=dtype, layout=layout, seed=seed, weights=weights))
         if weights is not None:
             raise ConfigError(
                 f"weights {weights!r} is for random weights (shape:NAME); a directory's are of the form that they are stored in"
@@ -115,6 +123,7 @@ class Source:
             layout=layout,
             recipe=recipe,
             cache_folder=weights_folder(),
+            placed=placed,
             progress=progress,
         )
 
