@@ -52,6 +52,7 @@ def test_a_table_keeps_what_was_measured_at_other_lengths_and_batches(tmp_path):
     assert read_table(path) == [*again, costs[0]]
 
 
+@pytest.mark.long
 def test_a_measurement_has_times_floors_and_ratios():
     config = dataclasses.replace(CONFIGS["dense"], layer_types=(LINEAR, FULL))
     run = dataclasses.replace(RUN, slots=1, max_drafts=1, rounds_per_dispatch=2)
