@@ -128,7 +128,7 @@ MORE = [(t, form) for t in ("h200", "gb10") for form in ("g128", "g128z", "g064"
     ("target", "form"), PRODUCTS + [pytest.param(*x, marks=pytest.mark.long) for x in MORE if x not in PRODUCTS]
 )
 def test_products_with_packed_weights_fit_and_load_sixteen_bytes_at_a_time(target, form):
-    for rows in (16, 64):
+    for rows in (16, 64) if target == "h200" else (16,):  # 64 are a product of another instruction there
         x = jax.ShapeDtypeStruct((rows, 5120), jnp.bfloat16)
         compiled = compile_for(target, product, x, packed(form))
         assert_fits(compiled)
