@@ -11,6 +11,5 @@ of devices: more rows, drafts and neighbours change none.
 """
 
 from atlas_jax.tensor_parallel.placement import ONE_DEVICE, OneDevice, Placement, placement
-from atlas_jax.tensor_parallel.shares import AXIS, added, gathered, local_config
 
-__all__ = ["AXIS", "ONE_DEVICE", "OneDevice", "Placement", "added", "gathered", "local_config", "placement"]
+__all__ = ["ONE_DEVICE", "OneDevice", "Placement", "placement"]

@@ -35,7 +35,11 @@ class Columns(NamedTuple):
     widths: tuple[int, ...]
     tail: int = 0
 
-    def spans(self, device: int, devices: int) -> Spans:
+    def spans(self, devices: int) -> tuple[Spans, ...]:
+        """Of each device."""
+        return tuple(self._of(device, devices) for device in range(devices))
+
+    def _of(self, device: int, devices: int) -> Spans:
         spans, start = [], 0
         for width in self.widths:
             share = width // devices
@@ -97,7 +101,7 @@ def cuts(weight: Any, rule: Rule, devices: int, name: str) -> list[Cut]:
         several = weight.stacks if isinstance(weight, ByLayer) else weight
         return [cut for one in several for cut in cuts(one, rule, devices, name)]
     if isinstance(rule, Columns):
-        return _columns(weight, tuple(rule.spans(device, devices) for device in range(devices)))
+        return _columns(weight, rule.spans(devices))
     parts = weight.parts if isinstance(weight, SideBySide) else (weight,)
     return [cut for part in parts for cut in _rows(part, rule, devices, name)]
 
@@ -140,7 +144,7 @@ def _rows(weight: Any, rule: Rows, devices: int, name: str) -> list[Cut]:
 
 
 def _even(axis: int, total: int, devices: int) -> Cut:
-    return Cut(axis, tuple([(i * total // devices, (i + 1) * total // devices)] for i in range(devices)))
+    return Cut(axis, Columns((total,)).spans(devices))
 
 
 def _within(spans: Spans, start: int, end: int) -> Spans:

@@ -27,8 +27,6 @@ SAVED = {"h": 1, "conv": 2}  # of one snapshot; a pool has its rows before these
 class OneDevice:
     """Everything is where JAX puts it."""
 
-    devices = 1
-
     def params(self, params: Any) -> Any:
         return params
 
